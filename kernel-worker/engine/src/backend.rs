@@ -1,0 +1,367 @@
+//! The fused stages of a transformer block as a trait.
+//!
+//! A stage takes whole batches: `T` tokens of any mix of rows, flattened. Only attention looks at rows. An eager
+//! SIMD backend computes in the call; a lazy one records a graph and evaluates when logits are read. What a
+//! token's stage returns must not depend on the other tokens of the batch (`REFERENCE` and `CPU`: bit for bit).
+
+use std::ops::Range;
+
+use velox_kernels::matrix::Matrix;
+use velox_kernels::ran::{Device, Ran};
+
+use crate::error::EngineError;
+use crate::sampler::{SampleRequest, SampleResult};
+use crate::spec::{ModelSpec, RopeSpec};
+use crate::step::{Alternative, Progress};
+
+/// A fused stage; the worker maps it to the op table of the contract.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Stage {
+    /// Rows of the embedding table.
+    Embed,
+    /// RMS norm and a group of projections.
+    NormProject,
+    /// Per-head norms and rotary embedding.
+    Rope,
+    /// Append to the cache and attend.
+    AppendAttend,
+    /// Output projection added to the residual.
+    OutputProject,
+    /// Gated MLP added to the residual.
+    GatedMlp,
+    /// Final norm and output head.
+    Head,
+    /// Choice of the next token.
+    Sample,
+}
+
+impl Stage {
+    /// Every stage in the order of a forward pass.
+    pub const ALL: [Self; 8] = [
+        Self::Embed,
+        Self::NormProject,
+        Self::Rope,
+        Self::AppendAttend,
+        Self::OutputProject,
+        Self::GatedMlp,
+        Self::Head,
+        Self::Sample,
+    ];
+}
+
+/// How often each stage ran: `Head` and `Sample` once per pass that needed them, the layer stages once per layer
+/// and pass, `Embed` once per pass.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct StageCounts([u64; Stage::ALL.len()]);
+
+impl StageCounts {
+    /// Counts one execution.
+    pub fn record(&mut self, stage: Stage) {
+        self.0[stage as usize] += 1;
+    }
+
+    /// Returns how often a stage ran.
+    #[must_use]
+    pub fn count(&self, stage: Stage) -> u64 {
+        self.0[stage as usize]
+    }
+}
+
+/// A prepared projection.
+#[derive(Debug)]
+pub struct Linear<M, V> {
+    /// `[out, in]`.
+    pub weight: M,
+    /// `[out]`.
+    pub bias: Option<V>,
+}
+
+/// Weights of one RMS norm.
+#[derive(Debug)]
+pub struct Norm<V> {
+    /// `[D]` or `[K]`.
+    pub weight: V,
+    /// Added to the mean square.
+    pub epsilon: f32,
+}
+
+/// Per-head norms before RoPE (Qwen3).
+#[derive(Debug)]
+pub struct QkNorm<V> {
+    /// `[K]`.
+    pub q_norm: Norm<V>,
+    /// `[K]`.
+    pub k_norm: Norm<V>,
+}
+
+/// Gate, up and down projections.
+#[derive(Debug)]
+pub struct GatedMlp<M, V> {
+    /// Before the projections.
+    pub norm: Norm<V>,
+    /// `[F, D]`, through SiLU.
+    pub gate_proj: Linear<M, V>,
+    /// `[F, D]`.
+    pub up_proj: Linear<M, V>,
+    /// `[D, F]`.
+    pub down_proj: Linear<M, V>,
+}
+
+/// Queries, keys and values of a batch.
+#[derive(Debug)]
+pub struct Qkv<A> {
+    /// `[T, H*K]`.
+    pub queries: A,
+    /// `[T, G*K]`.
+    pub keys: A,
+    /// `[T, G*K]`.
+    pub values: A,
+}
+
+/// Sizes that attention needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AttentionShape {
+    /// `H`.
+    pub n_heads: usize,
+    /// `G`.
+    pub n_kv_heads: usize,
+    /// `K`.
+    pub head_dim: usize,
+    /// A query at `p` sees positions above `p - window` only.
+    pub sliding_window: Option<usize>,
+}
+
+impl AttentionShape {
+    /// Reads the sizes from a spec.
+    #[must_use]
+    pub fn of(spec: &ModelSpec) -> Self {
+        Self {
+            n_heads: spec.n_heads,
+            n_kv_heads: spec.n_kv_heads,
+            head_dim: spec.head_dim,
+            sliding_window: spec.sliding_window,
+        }
+    }
+}
+
+/// The tokens of a batch that belong to one row, and its cache.
+#[derive(Debug)]
+pub struct RowSpan<'a, C> {
+    /// The row's cache over all layers.
+    pub cache: &'a mut C,
+    /// Which of the batch's tokens are its own, in order of position.
+    pub tokens: Range<usize>,
+    /// Position of the first of them: the length of the cache before the pass.
+    pub start: usize,
+}
+
+/// What attention reports beside its output (DESIGN section 6); eviction scorers read it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum StatsRequest {
+    /// Nothing.
+    #[default]
+    None,
+    /// Attention weights of each decode query, `[H, positions]`.
+    DecodeWeights,
+    /// Sums of the weights over the chunk's queries, `[H, positions]`; costs a second QK pass.
+    ColumnSums,
+}
+
+/// Attention output and requested statistics.
+#[derive(Debug)]
+pub struct Attended<A> {
+    /// `[T, H*K]`.
+    pub output: A,
+    /// Per row span `[H, positions]`, empty if not requested.
+    pub statistics: Vec<Vec<f32>>,
+}
+
+/// Bytes that a cache holds allocated.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct CacheBytes {
+    /// For keys.
+    pub keys: u64,
+    /// For values.
+    pub values: u64,
+}
+
+/// The prediction at one position, against a given next token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ScoreRequest {
+    /// Row of the logits.
+    pub logits_row: usize,
+    /// Token whose log-probability is wanted.
+    pub next_token: Option<u32>,
+    /// Alternatives wanted.
+    pub top_n: usize,
+}
+
+/// Log-probabilities at one position.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct ScoreResult {
+    /// Of the given token.
+    pub next_logprob: Option<f32>,
+    /// Best alternatives, best first, ties by lowest id.
+    pub top: Vec<Alternative>,
+}
+
+/// A device that runs the stages.
+pub trait Backend {
+    /// Witness type of the device.
+    type Device: Device;
+    /// A stored matrix in the backend's layout.
+    type Matrix;
+    /// A small f32 vector.
+    type Vector;
+    /// `[T, features]`, f32.
+    type Activation;
+    /// Keys and values of one row over all layers.
+    type Cache;
+    /// `[rows, V]`, f32.
+    type Logits;
+
+    /// Takes over a matrix of the model file.
+    ///
+    /// # Errors
+    /// [`EngineError::BackendUnavailable`] if its block type has no kernel.
+    fn prepare_matrix(&mut self, matrix: Matrix) -> Result<Self::Matrix, EngineError>;
+
+    /// Takes over a vector.
+    ///
+    /// # Errors
+    /// As the device says.
+    fn prepare_vector(&mut self, values: &[f32]) -> Result<Self::Vector, EngineError>;
+
+    /// Takes over the rotary embedding; called once per model before the first pass.
+    ///
+    /// # Errors
+    /// As the device says.
+    fn prepare_rope(&mut self, rope: &RopeSpec, context_length: usize) -> Result<(), EngineError>;
+
+    /// Makes an empty cache; pages are allocated as tokens arrive, up to `capacity_tokens`.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`].
+    fn new_cache(
+        &mut self,
+        n_layers: usize,
+        shape: AttentionShape,
+        capacity_tokens: usize,
+    ) -> Result<Self::Cache, EngineError>;
+
+    /// Returns what a cache holds allocated.
+    fn cache_bytes(&self, cache: &Self::Cache) -> CacheBytes;
+
+    /// `[T]` ids to `[T, D]`.
+    ///
+    /// # Errors
+    /// As the device says; ids are checked by the caller.
+    fn embed(
+        &mut self,
+        table: &Self::Matrix,
+        token_ids: &[u32],
+    ) -> Result<Ran<Self::Device, Self::Activation>, EngineError>;
+
+    /// RMS norm of `[T, D]`, then each projection of it: `[T, out]` each. The normed input is made once.
+    ///
+    /// # Errors
+    /// As the device says.
+    fn norm_project(
+        &mut self,
+        hidden: &Self::Activation,
+        norm: &Norm<Self::Vector>,
+        projections: [&Linear<Self::Matrix, Self::Vector>; 3],
+    ) -> Result<Ran<Self::Device, Qkv<Self::Activation>>, EngineError>;
+
+    /// Optional per-head norms, then rotation of queries and keys by their positions `[T]`.
+    ///
+    /// # Errors
+    /// As the device says.
+    fn rope(
+        &mut self,
+        qkv: Qkv<Self::Activation>,
+        norms: Option<&QkNorm<Self::Vector>>,
+        positions: &[usize],
+        shape: AttentionShape,
+    ) -> Result<Ran<Self::Device, Qkv<Self::Activation>>, EngineError>;
+
+    /// Appends keys and values of every span to its cache's `layer`, then attends causally: `[T, H*K]`.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] if a page cannot be had.
+    fn append_attend(
+        &mut self,
+        qkv: &Qkv<Self::Activation>,
+        spans: &mut [RowSpan<'_, Self::Cache>],
+        layer: usize,
+        shape: AttentionShape,
+        statistics: StatsRequest,
+    ) -> Result<Ran<Self::Device, Attended<Self::Activation>>, EngineError>;
+
+    /// Output projection of `[T, H*K]`, added to the residual `[T, D]`.
+    ///
+    /// # Errors
+    /// As the device says.
+    fn output_project(
+        &mut self,
+        residual: Self::Activation,
+        attended: &Self::Activation,
+        o_proj: &Linear<Self::Matrix, Self::Vector>,
+    ) -> Result<Ran<Self::Device, Self::Activation>, EngineError>;
+
+    /// `residual + down(silu(gate(norm(residual))) * up(norm(residual)))`.
+    ///
+    /// # Errors
+    /// As the device says.
+    fn gated_mlp(
+        &mut self,
+        residual: Self::Activation,
+        mlp: &GatedMlp<Self::Matrix, Self::Vector>,
+    ) -> Result<Ran<Self::Device, Self::Activation>, EngineError>;
+
+    /// Final norm and head for the batch's tokens at `rows`: `[rows, V]`.
+    ///
+    /// # Errors
+    /// As the device says.
+    fn head(
+        &mut self,
+        hidden: &Self::Activation,
+        rows: &[usize],
+        norm: &Norm<Self::Vector>,
+        head: &Self::Matrix,
+    ) -> Result<Ran<Self::Device, Self::Logits>, EngineError>;
+
+    /// Chooses a token per request from its row of logits; a row's error is its own.
+    ///
+    /// # Errors
+    /// As the device says.
+    fn sample(
+        &mut self,
+        logits: &Self::Logits,
+        requests: &mut [SampleRequest<'_>],
+    ) -> Result<Ran<Self::Device, Vec<Result<SampleResult, EngineError>>>, EngineError>;
+
+    /// Log-probabilities from the raw logits.
+    ///
+    /// # Errors
+    /// As the device says.
+    fn score(
+        &mut self,
+        logits: &Self::Logits,
+        requests: &[ScoreRequest],
+    ) -> Result<Vec<ScoreResult>, EngineError>;
+
+    /// Copies rows of logits out, `[rows, V]`.
+    ///
+    /// # Errors
+    /// As the device says.
+    fn read_logits(&mut self, logits: &Self::Logits) -> Result<Vec<f32>, EngineError>;
+
+    /// Evaluates what a lazy backend has recorded, reporting layers to `progress`; eager ones do nothing.
+    ///
+    /// # Errors
+    /// As the device says.
+    fn synchronize(&mut self, _progress: &dyn Progress) -> Result<(), EngineError> {
+        Ok(())
+    }
+}

@@ -1,0 +1,55 @@
+//! The engine's errors, by what the caller can do.
+
+/// Why the engine could not do what it was asked.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    /// The file is damaged, incomplete or hostile; the text names field, limit and value.
+    #[error("{file}: {problem}")]
+    InvalidModel {
+        /// File at fault, without its folder.
+        file: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// The file is fine but of a kind that is not supported; the text names the field and its value.
+    #[error("{file}: {what} is not supported")]
+    UnsupportedModel {
+        /// File at fault, without its folder.
+        file: String,
+        /// The unsupported field and its value.
+        what: String,
+    },
+    /// Nothing lies at that path, or it cannot be read.
+    #[error("cannot read {file}")]
+    Unreadable {
+        /// File, without its folder.
+        file: String,
+        /// What the system said.
+        #[source]
+        source: std::io::Error,
+    },
+    /// No allowed backend can run the model.
+    #[error("backend {backend} cannot run this model: {reason}")]
+    BackendUnavailable {
+        /// Label asked for.
+        backend: &'static str,
+        /// Why not.
+        reason: String,
+    },
+    /// A plan breaks the contract between gateway and worker.
+    #[error("invalid plan: {0}")]
+    InvalidPlan(String),
+    /// The cache cannot grow.
+    #[error("out of memory: {what} needs {needed_bytes} bytes, {available_bytes} are left")]
+    OutOfMemory {
+        /// What was to be allocated.
+        what: String,
+        /// Bytes asked for.
+        needed_bytes: u64,
+        /// Bytes left of the limit.
+        available_bytes: u64,
+    },
+    /// The model produced values that are not numbers.
+    #[error("{0}")]
+    Numeric(String),
+}

@@ -1,0 +1,1 @@
+//! The transformer, written once over the backend trait.

@@ -1,0 +1,117 @@
+//! A stored matrix of any block type.
+
+use crate::block::BlockType;
+use crate::buffer::ByteSource;
+
+/// Why bytes are no matrix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum MatrixError {
+    /// A row is no whole number of blocks.
+    #[error("{columns} columns are no whole number of {block} blocks")]
+    PartialBlock {
+        /// Columns asked for.
+        columns: usize,
+        /// Block type.
+        block: &'static str,
+    },
+    /// The size overflows.
+    #[error("size of the matrix overflows")]
+    Overflow,
+    /// Another number of bytes than the shape needs.
+    #[error("matrix has {actual} bytes, its shape needs {expected}")]
+    ByteLength {
+        /// Bytes that the shape needs.
+        expected: usize,
+        /// Bytes given.
+        actual: usize,
+    },
+}
+
+/// `[rows, columns]`, row major, each row a whole number of blocks. Cloning shares the bytes.
+#[derive(Debug, Clone)]
+pub struct Matrix {
+    block_type: BlockType,
+    rows: usize,
+    columns: usize,
+    bytes: ByteSource,
+}
+
+impl Matrix {
+    /// Makes a matrix of bytes that a file map or a buffer holds.
+    ///
+    /// # Errors
+    /// [`MatrixError`] if shape and length disagree.
+    pub fn new(
+        block_type: BlockType,
+        rows: usize,
+        columns: usize,
+        bytes: ByteSource,
+    ) -> Result<Self, MatrixError> {
+        let row_bytes = block_type
+            .row_bytes(columns)
+            .ok_or(MatrixError::PartialBlock {
+                columns,
+                block: block_type.name(),
+            })?;
+        let expected = row_bytes.checked_mul(rows).ok_or(MatrixError::Overflow)?;
+        if bytes.as_slice().len() != expected {
+            return Err(MatrixError::ByteLength {
+                expected,
+                actual: bytes.as_slice().len(),
+            });
+        }
+        Ok(Self {
+            block_type,
+            rows,
+            columns,
+            bytes,
+        })
+    }
+
+    /// Makes an f32 matrix of owned values; for tests and small tables.
+    ///
+    /// # Errors
+    /// [`MatrixError`] if shape and length disagree.
+    pub fn from_f32(rows: usize, columns: usize, values: &[f32]) -> Result<Self, MatrixError> {
+        Self::new(
+            BlockType::F32,
+            rows,
+            columns,
+            ByteSource::copy_of(bytemuck::cast_slice(values)),
+        )
+    }
+
+    /// Returns how it is stored.
+    #[must_use]
+    pub fn block_type(&self) -> BlockType {
+        self.block_type
+    }
+
+    /// Returns the number of rows (outputs).
+    #[must_use]
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Returns the number of columns (inputs).
+    #[must_use]
+    pub fn columns(&self) -> usize {
+        self.columns
+    }
+
+    /// Returns the bytes of all rows.
+    #[must_use]
+    pub fn bytes(&self) -> &[u8] {
+        self.bytes.as_slice()
+    }
+
+    /// Returns the bytes of one row.
+    ///
+    /// # Panics
+    /// If `row` is not below [`Matrix::rows`].
+    #[must_use]
+    pub fn row(&self, row: usize) -> &[u8] {
+        let row_bytes = self.bytes.as_slice().len() / self.rows;
+        &self.bytes.as_slice()[row * row_bytes..(row + 1) * row_bytes]
+    }
+}
