@@ -33,6 +33,7 @@ pub mod worker {
     /// Gateway to kernel worker.
     #[expect(
         missing_docs,
+        clippy::large_enum_variant,
         clippy::allow_attributes,
         clippy::allow_attributes_without_reason,
         reason = "generated code"

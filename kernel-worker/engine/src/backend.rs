@@ -205,6 +205,9 @@ pub struct ScoreResult {
     pub top: Vec<Alternative>,
 }
 
+/// One entry per request; a row's error is its own.
+pub type RowSamples = Vec<Result<SampleResult, EngineError>>;
+
 /// A device that runs the stages.
 pub trait Backend {
     /// Witness type of the device.
@@ -331,7 +334,7 @@ pub trait Backend {
         head: &Self::Matrix,
     ) -> Result<Ran<Self::Device, Self::Logits>, EngineError>;
 
-    /// Chooses a token per request from its row of logits; a row's error is its own.
+    /// Chooses a token per request from its row of logits.
     ///
     /// # Errors
     /// As the device says.
@@ -339,7 +342,7 @@ pub trait Backend {
         &mut self,
         logits: &Self::Logits,
         requests: &mut [SampleRequest<'_>],
-    ) -> Result<Ran<Self::Device, Vec<Result<SampleResult, EngineError>>>, EngineError>;
+    ) -> Result<Ran<Self::Device, RowSamples>, EngineError>;
 
     /// Log-probabilities from the raw logits.
     ///
