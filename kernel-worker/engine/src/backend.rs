@@ -252,6 +252,13 @@ pub trait Backend {
         capacity_tokens: usize,
     ) -> Result<Self::Cache, EngineError>;
 
+    /// Makes sure that a cache can take `tokens` more tokens in every layer, so that a pass cannot run out of pages
+    /// in its middle: a row that gets none fails alone, before anything was computed.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`].
+    fn reserve(&mut self, cache: &mut Self::Cache, tokens: usize) -> Result<(), EngineError>;
+
     /// Returns what a cache holds allocated.
     fn cache_bytes(&self, cache: &Self::Cache) -> CacheBytes;
 

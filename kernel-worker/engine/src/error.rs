@@ -49,6 +49,9 @@ pub enum EngineError {
         /// Bytes left of the limit.
         available_bytes: u64,
     },
+    /// [`crate::step::Progress::is_cancelled`] said so; the rows that the plan had computed for are closed.
+    #[error("plan was cancelled")]
+    Cancelled,
     /// The model produced values that are not numbers.
     #[error("{0}")]
     Numeric(String),
