@@ -33,6 +33,7 @@ pub struct Matrix {
     block_type: BlockType,
     rows: usize,
     columns: usize,
+    row_bytes: usize,
     bytes: ByteSource,
 }
 
@@ -64,6 +65,7 @@ impl Matrix {
             block_type,
             rows,
             columns,
+            row_bytes,
             bytes,
         })
     }
@@ -111,7 +113,61 @@ impl Matrix {
     /// If `row` is not below [`Matrix::rows`].
     #[must_use]
     pub fn row(&self, row: usize) -> &[u8] {
-        let row_bytes = self.bytes.as_slice().len() / self.rows;
-        &self.bytes.as_slice()[row * row_bytes..(row + 1) * row_bytes]
+        assert!(
+            row < self.rows,
+            "row {row} of a matrix of {} rows",
+            self.rows
+        );
+        &self.bytes.as_slice()[row * self.row_bytes..(row + 1) * self.row_bytes]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_whole_blocks() {
+        let bytes: Vec<u8> = (0..72).collect();
+        let matrix = Matrix::new(BlockType::Q4_0, 2, 64, ByteSource::copy_of(&bytes)).unwrap();
+        assert_eq!(matrix.row(0), &bytes[..36]);
+        assert_eq!(matrix.row(1), &bytes[36..]);
+        assert_eq!(matrix.bytes(), &bytes[..]);
+        assert_eq!((matrix.rows(), matrix.columns()), (2, 64));
+    }
+
+    #[test]
+    fn a_shape_that_does_not_fit_is_refused() {
+        let bytes = ByteSource::copy_of(&[0; 36]);
+        let make = |rows, columns| Matrix::new(BlockType::Q4_0, rows, columns, bytes.clone()).err();
+        assert_eq!(
+            make(1, 33),
+            Some(MatrixError::PartialBlock {
+                columns: 33,
+                block: "Q4_0"
+            })
+        );
+        assert_eq!(make(usize::MAX, 64), Some(MatrixError::Overflow));
+        assert_eq!(
+            make(1, 32),
+            Some(MatrixError::ByteLength {
+                expected: 18,
+                actual: 36
+            })
+        );
+    }
+
+    #[test]
+    fn a_matrix_may_be_empty() {
+        let no_rows = Matrix::from_f32(0, 5, &[]).unwrap();
+        assert!(no_rows.bytes().is_empty());
+        let no_columns = Matrix::from_f32(3, 0, &[]).unwrap();
+        assert!(no_columns.row(2).is_empty());
+    }
+
+    #[test]
+    #[should_panic(expected = "row 0 of a matrix of 0 rows")]
+    fn a_missing_row_is_named() {
+        let _ = Matrix::from_f32(0, 5, &[]).unwrap().row(0);
     }
 }
