@@ -6,6 +6,7 @@
 
 use std::ops::Range;
 
+pub use velox_kernels::attention::StatsRequest;
 use velox_kernels::matrix::Matrix;
 use velox_kernels::ran::{Device, Ran};
 
@@ -153,18 +154,6 @@ pub struct RowSpan<'a, C> {
     pub tokens: Range<usize>,
     /// Position of the first of them: the length of the cache before the pass.
     pub start: usize,
-}
-
-/// What attention reports beside its output (DESIGN section 6); eviction scorers read it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum StatsRequest {
-    /// Nothing.
-    #[default]
-    None,
-    /// Attention weights of each decode query, `[H, positions]`.
-    DecodeWeights,
-    /// Sums of the weights over the chunk's queries, `[H, positions]`; costs a second QK pass.
-    ColumnSums,
 }
 
 /// Attention output and requested statistics.
@@ -360,6 +349,12 @@ pub trait Backend {
         logits: &Self::Logits,
         requests: &[ScoreRequest],
     ) -> Result<Vec<ScoreResult>, EngineError>;
+
+    /// Copies an activation out, `[T, features]`; probes and parity tests compare it with the reference.
+    ///
+    /// # Errors
+    /// As the device says.
+    fn read_activation(&mut self, activation: &Self::Activation) -> Result<Vec<f32>, EngineError>;
 
     /// Copies rows of logits out, `[rows, V]`.
     ///
