@@ -1,0 +1,97 @@
+//! The pool's one error type.
+
+use std::time::Duration;
+
+use velox_proto::error::{Reason, ServiceError, ServiceFault};
+
+use super::event::WorkerKey;
+use super::facts::FactsError;
+use super::plan::PlanError;
+
+/// How soon it makes sense to ask again after a worker was lost.
+const RETRY_AFTER_LOSS: Duration = Duration::from_millis(500);
+
+/// Why the pool did not do what it was asked.
+#[derive(Debug, thiserror::Error)]
+pub enum PoolError {
+    /// The process is gone, or leaves; the event says why.
+    #[error("worker {0} is lost")]
+    WorkerLost(WorkerKey),
+    /// No worker takes work.
+    #[error("no worker is ready")]
+    NoWorkerReady,
+    /// No slot of that id.
+    #[error("no worker has the id {0:?}")]
+    UnknownWorker(String),
+    /// No worker has a model of that name.
+    #[error("model {0:?} is not loaded")]
+    UnknownModel(String),
+    /// The name belongs to another file.
+    #[error("name {0:?} is taken by another model")]
+    ModelExists(String),
+    /// The plan breaks the contract; it was not sent.
+    #[error("plan is not valid: {0}")]
+    InvalidPlan(#[from] PlanError),
+    /// The worker refused, with its reason.
+    #[error(transparent)]
+    Refused(#[from] ServiceFault),
+    /// The worker's answer is not believed.
+    #[error("worker's answer is not believed: {0}")]
+    NotBelieved(#[from] FactsError),
+    /// The worker did not answer in time.
+    #[error("worker did not answer {call} within {limit:?}")]
+    Unanswered {
+        /// Name of the call.
+        call: &'static str,
+        /// What was allowed.
+        limit: Duration,
+    },
+    /// The tokenizer's description did not arrive as announced.
+    #[error("tokenizer description is damaged: {0}")]
+    DamagedTokenizer(String),
+    /// The pool shuts down.
+    #[error("worker pool shuts down")]
+    ShuttingDown,
+}
+
+impl ServiceError for PoolError {
+    fn reason(&self) -> Reason {
+        match self {
+            Self::WorkerLost(_) | Self::NoWorkerReady | Self::Unanswered { .. } => {
+                Reason::WorkerUnavailable
+            }
+            Self::UnknownWorker(_) => Reason::WorkerNotFound,
+            Self::UnknownModel(_) => Reason::ModelNotFound,
+            Self::ModelExists(_) => Reason::ModelExists,
+            Self::Refused(fault) => fault.reason,
+            Self::ShuttingDown => Reason::Draining,
+            Self::InvalidPlan(_) | Self::NotBelieved(_) | Self::DamagedTokenizer(_) => {
+                Reason::Internal
+            }
+        }
+    }
+
+    fn metadata(&self) -> std::collections::HashMap<String, String> {
+        match self {
+            Self::Refused(fault) => fault.metadata(),
+            _ => std::collections::HashMap::new(),
+        }
+    }
+
+    fn field(&self) -> Option<&str> {
+        match self {
+            Self::Refused(fault) => fault.field(),
+            _ => None,
+        }
+    }
+
+    fn retry_delay(&self) -> Option<Duration> {
+        match self {
+            Self::WorkerLost(_) | Self::NoWorkerReady | Self::Unanswered { .. } => {
+                Some(RETRY_AFTER_LOSS)
+            }
+            Self::Refused(fault) => fault.retry_delay(),
+            _ => None,
+        }
+    }
+}
