@@ -4,6 +4,7 @@
 //! SIMD backend computes in the call; a lazy one records a graph and evaluates when logits are read. What a
 //! token's stage returns must not depend on the other tokens of the batch (`REFERENCE` and `CPU`: bit for bit).
 
+use std::fmt::Debug;
 use std::ops::Range;
 
 pub use velox_kernels::attention::StatsRequest;
@@ -202,15 +203,15 @@ pub trait Backend {
     /// Witness type of the device.
     type Device: Device;
     /// A stored matrix in the backend's layout.
-    type Matrix;
+    type Matrix: Debug;
     /// A small f32 vector.
-    type Vector;
+    type Vector: Debug;
     /// `[T, features]`, f32.
-    type Activation;
+    type Activation: Debug;
     /// Keys and values of one row over all layers.
-    type Cache;
+    type Cache: Debug;
     /// `[rows, V]`, f32.
-    type Logits;
+    type Logits: Debug;
 
     /// Takes over a matrix of the model file.
     ///

@@ -1,5 +1,7 @@
 //! The engine's errors, by what the caller can do.
 
+use velox_kernels::error::OpError;
+
 /// Why the engine could not do what it was asked.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
@@ -52,6 +54,9 @@ pub enum EngineError {
     /// [`crate::step::Progress::is_cancelled`] said so; the rows that the plan had computed for are closed.
     #[error("plan was cancelled")]
     Cancelled,
+    /// Operands do not fit each other: a fault of the graph or of the model's sizes.
+    #[error("kernel refused its operands")]
+    Kernel(#[from] OpError),
     /// The model produced values that are not numbers.
     #[error("{0}")]
     Numeric(String),

@@ -1,5 +1,12 @@
 //! Plans and outcomes: what the gateway asks of an engine and what it gets back.
 
+mod engine;
+mod pass;
+mod row;
+mod validation;
+
+pub use engine::Engine;
+
 use crate::backend::StageCounts;
 use crate::error::EngineError;
 use crate::sampler::SamplingParameters;
@@ -30,7 +37,7 @@ pub struct OpenRow {
 /// Teacher-forced scoring of a chunk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ScorePart {
-    /// Positions of the chunk from here on are scored.
+    /// Positions of the chunk from here on are scored; none if the chunk ends before.
     pub first_position: usize,
     /// Alternatives per position.
     pub top_n: usize,
@@ -78,7 +85,8 @@ pub struct PrefillChunk {
 pub struct DecodeRow {
     /// The row, open and prefilled.
     pub row: RowId,
-    /// Token to feed; `None` = the row's own last sample.
+    /// Token to feed; `None` = the row's own last sample. Going on so after the capacity is full yields no token and is
+    /// no fault: the gateway sends plan n+1 before it reads result n.
     pub token: Option<u32>,
     /// Tokens to generate, at least 1.
     pub steps: usize,
@@ -88,7 +96,7 @@ pub struct DecodeRow {
 /// passes over the decode rows that have steps left.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct StepPlan {
-    /// Executed first.
+    /// Executed first; a row that is not open (its failure closed it) is passed over.
     pub close_rows: Vec<RowId>,
     /// Executed second.
     pub open_rows: Vec<OpenRow>,
@@ -145,7 +153,7 @@ pub struct RowOutcome {
 /// Tokens and scores of a row.
 #[derive(Debug, Default, PartialEq)]
 pub struct RowOutput {
-    /// In order; fewer than planned only after an end token.
+    /// In order; fewer than planned only after an end token or when the capacity is full.
     pub tokens: Vec<SampledToken>,
     /// In order of position.
     pub scores: Vec<ScoredPosition>,
@@ -156,11 +164,12 @@ pub struct RowOutput {
 /// Result of a plan, with the label of the code that ran.
 #[derive(Debug)]
 pub struct StepOutcome {
-    /// One entry per row with a chunk or decode steps, in the plan's order, the chunk first.
+    /// One entry per row with a chunk or decode steps, in the plan's order, the chunk first; after them one per row
+    /// that could not be opened. A row that failed in the plan before is an error here, not of the plan.
     pub rows: Vec<RowOutcome>,
-    /// Weakest label from embedding to logits.
+    /// Weakest label from embedding to logits; the backend's own if no pass ran.
     pub label: BackendLabel,
-    /// Label of the sampler.
+    /// Label of the sampler; the backend's own if nothing was sampled.
     pub sampler: BackendLabel,
     /// Stages executed.
     pub stages: StageCounts,
@@ -203,7 +212,8 @@ pub trait Runner {
     /// Waits for a submitted plan.
     ///
     /// # Errors
-    /// An error of the plan as a whole; errors of single rows are in the outcome.
+    /// An error of the plan as a whole: the rows of the pass that broke off are closed, all others stay as they were.
+    /// Errors of single rows are in the outcome.
     fn collect(&mut self, ticket: Ticket) -> Result<StepOutcome, EngineError>;
 
     /// Returns the number of open rows.

@@ -1,0 +1,230 @@
+//! The forward passes of a plan.
+
+use velox_kernels::label::BackendLabel;
+use velox_kernels::ran::{Device, Ran};
+
+use super::engine::Engine;
+use super::row::Participant;
+use super::{LogitsWanted, PrefillGoal, Progress, ScorePart, ScoredPosition};
+use crate::backend::{Backend, RowSpan, ScoreRequest, Stage, StageCounts};
+use crate::error::EngineError;
+use crate::graph::{Batch, Watch};
+
+/// Positions whose logits are held at a time while a chunk is scored, so that `[T, V]` never exists unasked.
+const SCORE_BLOCK: usize = 64;
+
+/// What the passes of a plan prove: labels come from values that ran, never from what was asked for.
+#[derive(Debug, Default)]
+pub(super) struct Evidence {
+    pub(super) label: Option<BackendLabel>,
+    pub(super) sampler: Option<BackendLabel>,
+    pub(super) stages: StageCounts,
+}
+
+impl Evidence {
+    fn computed<D: Device, T>(&mut self, value: &Ran<D, T>) {
+        weaken(&mut self.label, value.label());
+    }
+
+    fn sampled<D: Device, T>(&mut self, value: &Ran<D, T>) {
+        weaken(&mut self.sampler, value.label());
+    }
+}
+
+fn weaken(weakest: &mut Option<BackendLabel>, label: BackendLabel) {
+    *weakest = Some(weakest.map_or(label, |known| known.min(label)));
+}
+
+/// What is wanted of a pass for one row.
+struct Wanted {
+    /// Index among the participants.
+    participant: usize,
+    /// First of the row's tokens in the batch.
+    first: usize,
+    /// Behind the last of them.
+    end: usize,
+    goal: PrefillGoal,
+}
+
+/// A chunk whose positions are scored.
+struct Scored<'a> {
+    part: &'a ScorePart,
+    /// First of the chunk's tokens in the batch.
+    first: usize,
+    /// Tokens of the chunk.
+    tokens: usize,
+}
+
+impl<B: Backend> Engine<B> {
+    /// Runs passes until no participant has anything left to feed.
+    pub(super) fn passes(
+        &mut self,
+        participants: &mut [Participant<B::Cache>],
+        evidence: &mut Evidence,
+        progress: &dyn Progress,
+    ) -> Result<(), EngineError> {
+        loop {
+            let mut wanted = Vec::new();
+            let mut token_ids = Vec::new();
+            let mut positions = Vec::new();
+            for (index, participant) in participants.iter_mut().enumerate() {
+                let tokens = participant.next_tokens();
+                if tokens == 0 {
+                    continue;
+                }
+                // Before the pass, so that a row without memory fails alone.
+                if let Err(error) = self.backend.reserve(&mut participant.row.cache, tokens) {
+                    participant.failure = Some(error);
+                    continue;
+                }
+                let start = participant.row.token_ids.len();
+                let Some(goal) = participant.feed() else {
+                    continue;
+                };
+                participant.in_pass = true;
+                let first = token_ids.len();
+                token_ids.extend_from_slice(&participant.row.token_ids[start..]);
+                positions.extend(start..start + tokens);
+                wanted.push(Wanted {
+                    participant: index,
+                    first,
+                    end: first + tokens,
+                    goal,
+                });
+            }
+            if wanted.is_empty() {
+                return Ok(());
+            }
+            let mut spans: Vec<RowSpan<'_, B::Cache>> = participants
+                .iter_mut()
+                .filter(|participant| participant.in_pass)
+                .zip(&wanted)
+                .map(|(participant, wanted)| RowSpan {
+                    cache: &mut participant.row.cache,
+                    tokens: wanted.first..wanted.end,
+                    start: positions[wanted.first],
+                })
+                .collect();
+            let batch = Batch {
+                token_ids: &token_ids,
+                positions: &positions,
+                spans: &mut spans,
+            };
+            let mut watch = Watch {
+                progress,
+                stages: &mut evidence.stages,
+            };
+            let hidden = self.model.forward(&mut self.backend, batch, &mut watch)?;
+            evidence.computed(&hidden);
+            self.conclude(participants, &wanted, &hidden, evidence)?;
+            self.backend.synchronize(progress)?;
+            for participant in participants.iter_mut() {
+                participant.in_pass = false;
+            }
+        }
+    }
+
+    /// Samples and scores what a pass was run for.
+    fn conclude(
+        &mut self,
+        participants: &mut [Participant<B::Cache>],
+        wanted: &[Wanted],
+        hidden: &Ran<B::Device, B::Activation>,
+        evidence: &mut Evidence,
+    ) -> Result<(), EngineError> {
+        let sampled: Vec<&Wanted> = wanted
+            .iter()
+            .filter(|wanted| wanted.goal == PrefillGoal::Sample)
+            .collect();
+        let mut heads = 0;
+        if !sampled.is_empty() {
+            let rows: Vec<usize> = sampled.iter().map(|wanted| wanted.end - 1).collect();
+            let logits = self.model.logits(&mut self.backend, hidden, &rows)?;
+            evidence.computed(&logits);
+            heads += 1;
+            let mut requests: Vec<_> = sampled
+                .iter()
+                .enumerate()
+                .map(|(row, wanted)| participants[wanted.participant].row.sample_request(row))
+                .collect();
+            let samples = self.backend.sample(logits.value(), &mut requests)?;
+            evidence.sampled(&samples);
+            evidence.stages.record(Stage::Sample);
+            for (wanted, sample) in sampled.iter().zip(samples.into_value()) {
+                participants[wanted.participant].take_sample(sample);
+            }
+        }
+        for wanted in wanted {
+            if let PrefillGoal::Score(part) = &wanted.goal {
+                let scored = Scored {
+                    part,
+                    first: wanted.first,
+                    tokens: wanted.end - wanted.first,
+                };
+                let participant = &mut participants[wanted.participant];
+                heads += self.score(participant, &scored, hidden, evidence)?;
+            }
+        }
+        if heads > 0 {
+            evidence.stages.record(Stage::Head);
+        }
+        Ok(())
+    }
+
+    /// Scores a chunk block by block; returns how often the head ran.
+    fn score(
+        &mut self,
+        participant: &mut Participant<B::Cache>,
+        scored: &Scored<'_>,
+        hidden: &Ran<B::Device, B::Activation>,
+        evidence: &mut Evidence,
+    ) -> Result<usize, EngineError> {
+        let length = participant.row.token_ids.len();
+        let start = length - scored.tokens;
+        let positions: Vec<usize> = (scored.part.first_position.max(start)..length).collect();
+        let mut heads = 0;
+        for block in positions.chunks(SCORE_BLOCK) {
+            let rows: Vec<usize> = block
+                .iter()
+                .map(|position| scored.first + position - start)
+                .collect();
+            let logits = self.model.logits(&mut self.backend, hidden, &rows)?;
+            evidence.computed(&logits);
+            heads += 1;
+            let requests: Vec<ScoreRequest> = block
+                .iter()
+                .enumerate()
+                .map(|(logits_row, position)| ScoreRequest {
+                    logits_row,
+                    next_token: match participant.row.token_ids.get(position + 1) {
+                        Some(token_id) => Some(*token_id),
+                        None => scored.part.next_token,
+                    },
+                    top_n: scored.part.top_n,
+                })
+                .collect();
+            match self.backend.score(logits.value(), &requests) {
+                Ok(scores) => {
+                    let scores = block.iter().zip(scores);
+                    participant
+                        .output
+                        .scores
+                        .extend(scores.map(|(position, score)| ScoredPosition {
+                            position: *position,
+                            next_logprob: score.next_logprob,
+                            top: score.top,
+                        }));
+                }
+                Err(error) => {
+                    participant.failure = Some(error);
+                    return Ok(heads);
+                }
+            }
+            if scored.part.logits == LogitsWanted::Yes {
+                let values = self.backend.read_logits(logits.value())?;
+                participant.output.logits.extend(values);
+            }
+        }
+        Ok(heads)
+    }
+}
