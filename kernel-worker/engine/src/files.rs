@@ -1,4 +1,85 @@
 //! Model files, read as hostile input.
+//!
+//! * [`gguf`]: the GGUF container.
+//!
+//! Tensors stay in the mapped file; only vectors (norms, biases) are copied, as f32. A file that asks for something
+//! this engine does not compute is refused by the name of the field, never loaded approximately.
+
+mod assemble;
+mod blame;
+mod ends;
+mod fingerprint;
+pub mod gguf;
+mod gguf_model;
+mod gguf_spec;
+mod gguf_vocabulary;
+mod rope;
+mod sizes;
+mod tensors;
+
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use velox_kernels::buffer::FileMap;
+use velox_kernels::matrix::Matrix;
+
+use self::blame::Blame;
+use crate::error::EngineError;
+use crate::load::LoadProgress;
+use crate::spec::{ModelSpec, ModelTensors};
+
+/// A checked model whose matrices lie in mapped files.
+#[derive(Debug)]
+pub struct ModelSource {
+    /// Sizes and constants.
+    pub spec: ModelSpec,
+    /// Every tensor, in the shapes that the spec demands.
+    pub tensors: ModelTensors<Matrix>,
+    /// Everything the gateway needs to build the tokenizer.
+    pub tokenizer: TokenizerSource,
+    /// "gguf" or "safetensors".
+    pub format: &'static str,
+    /// Elements of all tensors; a tied head counts once.
+    pub parameters: u64,
+    /// Bytes of the tensors as stored.
+    pub weight_bytes: u64,
+    /// Block types present, sorted by name.
+    pub tensor_types: Vec<&'static str>,
+    /// sha256 in hex over headers and sampled content.
+    pub fingerprint: String,
+}
+
+/// Opens a GGUF file or a Hugging Face folder.
+///
+/// # Errors
+/// [`EngineError::Unreadable`] if the system does not hand it out, [`EngineError::InvalidModel`] if it breaks its
+/// format, [`EngineError::UnsupportedModel`] if it asks for something that is not computed here.
+pub fn open(path: &Path, report: &mut dyn FnMut(LoadProgress)) -> Result<ModelSource, EngineError> {
+    report(LoadProgress {
+        phase: "open",
+        done_bytes: 0,
+        total_bytes: 0,
+    });
+    let blame = Blame::of(path);
+    let kind = std::fs::metadata(path).map_err(|source| blame.unreadable(source))?;
+    if kind.is_dir() {
+        return Err(blame.unsupported("a folder"));
+    }
+    gguf_model::open(path, report)
+}
+
+/// Maps a regular file; a pipe or device would block or never end.
+fn map_file(path: &Path) -> Result<(Blame, Arc<FileMap>), EngineError> {
+    let blame = Blame::of(path);
+    let kind = std::fs::metadata(path).map_err(|source| blame.unreadable(source))?;
+    if !kind.is_file() {
+        let source = io::Error::new(io::ErrorKind::InvalidInput, "not a regular file");
+        return Err(blame.unreadable(source));
+    }
+    let map = FileMap::open(path).map_err(|source| blame.unreadable(source))?;
+    Ok((blame, map))
+}
 
 /// The tokenizer as the model file has it; mirrors `TokenizerDescription` of the worker contract.
 #[derive(Debug, Clone, Default)]
