@@ -155,6 +155,9 @@ pub struct RowSpan<'a, C> {
     pub tokens: Range<usize>,
     /// Position of the first of them: the length of the cache before the pass.
     pub start: usize,
+    /// Why the row cannot go on, set by the backend. From then on the pass leaves its cache alone and the row attends
+    /// to nothing (zeros): the other rows of the batch are not disturbed.
+    pub failure: Option<EngineError>,
 }
 
 /// Attention output and requested statistics.
@@ -285,10 +288,11 @@ pub trait Backend {
         shape: AttentionShape,
     ) -> Result<Ran<Self::Device, Qkv<Self::Activation>>, EngineError>;
 
-    /// Appends keys and values of every span to its cache's `layer`, then attends causally: `[T, H*K]`.
+    /// Appends keys and values of every span to its cache's `layer`, then attends causally: `[T, H*K]`. What only one
+    /// row is to blame for (a key that is no number, no memory for a page) goes to [`RowSpan::failure`].
     ///
     /// # Errors
-    /// [`EngineError::OutOfMemory`] if a page cannot be had.
+    /// As the device says.
     fn append_attend(
         &mut self,
         qkv: &Qkv<Self::Activation>,

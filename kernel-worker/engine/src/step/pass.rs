@@ -103,6 +103,7 @@ impl<B: Backend> Engine<B> {
                     cache: &mut participant.row.cache,
                     tokens: wanted.first..wanted.end,
                     start: positions[wanted.first],
+                    failure: None,
                 })
                 .collect();
             let batch = Batch {
@@ -116,6 +117,11 @@ impl<B: Backend> Engine<B> {
             };
             let hidden = self.model.forward(&mut self.backend, batch, &mut watch)?;
             evidence.computed(&hidden);
+            let failures: Vec<_> = spans.into_iter().map(|span| span.failure).collect();
+            for (wanted, failure) in wanted.iter().zip(failures) {
+                participants[wanted.participant].failure = failure;
+            }
+            wanted.retain(|wanted| participants[wanted.participant].failure.is_none());
             self.conclude(participants, &wanted, &hidden, evidence)?;
             self.backend.synchronize(progress)?;
             for participant in participants.iter_mut() {
