@@ -211,3 +211,6 @@ impl Drop for Lease {
             .give_back(self.offset / SLOT_ALIGNMENT_BYTES, units);
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -40,10 +40,14 @@ pub fn send(
     if bytes.is_empty() && !descriptors.is_empty() {
         return Err(invalid("descriptors need a byte to travel with"));
     }
+    // The space is rounded up and could hold one more.
+    if descriptors.len() > MAX_DESCRIPTORS {
+        return Err(invalid("more than 4 descriptors in one message"));
+    }
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !descriptors.is_empty() && !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
-        return Err(invalid("more than 4 descriptors in one message"));
+        return Err(invalid("descriptors do not fit in one message"));
     }
     let parts = [IoSlice::new(bytes)];
     Ok(retry_on_intr(|| {
@@ -108,4 +112,112 @@ fn invalid(text: &'static str) -> io::Error {
 
 fn hostile(text: &'static str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, text)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read as _, Write as _};
+    use std::os::fd::AsFd as _;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    #[cfg_attr(miri, ignore = "passes descriptors")]
+    fn a_descriptor_arrives_with_its_first_byte_and_closes_on_exec() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let (mut reader, writer) = std::io::pipe().unwrap();
+        assert_eq!(send(ours.as_fd(), b"hello", &[writer.as_fd()]).unwrap(), 5);
+        drop(writer);
+        let (mut buffer, mut received) = ([0; 16], Vec::new());
+        assert_eq!(
+            receive(theirs.as_fd(), &mut buffer, &mut received).unwrap(),
+            5
+        );
+        assert_eq!(&buffer[..5], b"hello");
+        let descriptor = received.pop().unwrap();
+        let flags = rustix::io::fcntl_getfd(&descriptor).unwrap();
+        assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
+        std::fs::File::from(descriptor)
+            .write_all(b"through")
+            .unwrap();
+        let mut text = String::new();
+        reader.read_to_string(&mut text).unwrap();
+        assert_eq!(text, "through");
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "passes descriptors")]
+    fn the_end_of_the_peer_is_no_bytes() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        drop(ours);
+        assert_eq!(
+            receive(theirs.as_fd(), &mut [0; 16], &mut Vec::new()).unwrap(),
+            0
+        );
+        assert_eq!(
+            send(theirs.as_fd(), b"x", &[]).unwrap_err().kind(),
+            io::ErrorKind::BrokenPipe
+        );
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "passes descriptors")]
+    fn senders_are_told_their_limits() {
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        let five = [ours.as_fd(); MAX_DESCRIPTORS + 1];
+        assert_eq!(
+            send(ours.as_fd(), b"x", &five).unwrap_err().kind(),
+            io::ErrorKind::InvalidInput
+        );
+        assert_eq!(
+            send(ours.as_fd(), b"", &five[..1]).unwrap_err().kind(),
+            io::ErrorKind::InvalidInput
+        );
+    }
+
+    /// Sends without the limit, as a hostile peer would.
+    fn send_many(socket: BorrowedFd<'_>, descriptors: &[BorrowedFd<'_>]) {
+        let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(32))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(control.push(SendAncillaryMessage::ScmRights(descriptors)));
+        sendmsg(socket, &[IoSlice::new(b"x")], &mut control, SEND_FLAGS).unwrap();
+    }
+
+    /// Refused descriptors are closed: the pipe ends when the last writer is gone.
+    fn assert_all_closed(mut reader: std::io::PipeReader, writer: std::io::PipeWriter) {
+        drop(writer);
+        assert_eq!(reader.read(&mut [0; 1]).unwrap(), 0);
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "passes descriptors")]
+    fn a_flood_in_one_message_is_refused_and_closed() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let (reader, writer) = std::io::pipe().unwrap();
+        send_many(ours.as_fd(), &[writer.as_fd(); 32]);
+        let mut received = Vec::new();
+        let error = receive(theirs.as_fd(), &mut [0; 16], &mut received).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+        assert!(received.is_empty());
+        assert_all_closed(reader, writer);
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "passes descriptors")]
+    fn a_flood_over_many_messages_is_refused_and_closed() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let (reader, writer) = std::io::pipe().unwrap();
+        let mut received = Vec::new();
+        for _ in 0..2 {
+            send(ours.as_fd(), b"x", &[writer.as_fd(); 2]).unwrap();
+            receive(theirs.as_fd(), &mut [0; 1], &mut received).unwrap();
+        }
+        send(ours.as_fd(), b"x", &[writer.as_fd()]).unwrap();
+        let error = receive(theirs.as_fd(), &mut [0; 1], &mut received).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+        assert_eq!(received.len(), MAX_DESCRIPTORS);
+        drop(received);
+        assert_all_closed(reader, writer);
+    }
 }

@@ -181,3 +181,6 @@ impl Drop for PooledArena {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

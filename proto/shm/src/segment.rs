@@ -8,11 +8,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use memmap2::{MmapOptions, MmapRaw};
 use rustix::fs::fstat;
+use velox_proto::limits::{MAX_SEGMENT_BYTES, SLOT_ALIGNMENT_BYTES};
 
 use crate::error::ShmError;
-use crate::layout::{
-    DATA_BYTES_WORD, Layout, MAGIC, MAGIC_WORD, VERSION, VERSION_WORD, WORD_BYTES, to_index,
-};
+use crate::layout::{DATA_BYTES_WORD, Layout, MAGIC, MAGIC_WORD, VERSION, VERSION_WORD, to_index};
 
 #[cfg(target_os = "linux")]
 mod linux;
@@ -67,14 +66,17 @@ impl Segment {
     /// [`ShmError::NotASegment`] if the descriptor is not what was announced or could shrink under us,
     /// [`ShmError::SegmentSize`] or [`ShmError::System`].
     pub fn open(id: u64, byte_len: u64, descriptor: OwnedFd) -> Result<Self, ShmError> {
-        let largest = Layout::new(velox_proto::limits::MAX_SEGMENT_BYTES)?.byte_len();
+        let largest = Layout::new(MAX_SEGMENT_BYTES)?.byte_len();
         let smallest = Layout::new(1)?.byte_len();
         if byte_len < smallest || byte_len > largest {
             return Err(ShmError::SegmentSize(byte_len));
         }
+        if !byte_len.is_multiple_of(SLOT_ALIGNMENT_BYTES) {
+            return Err(ShmError::NotASegment("its length is no multiple of 16 KiB"));
+        }
         object::check(&descriptor)?;
         let status = fstat(&descriptor).map_err(ShmError::system("inspection"))?;
-        if u64::try_from(status.st_size).is_ok_and(|size| size < byte_len) {
+        if u64::try_from(status.st_size).unwrap_or(0) < byte_len {
             return Err(ShmError::NotASegment("it is smaller than announced"));
         }
         let map = map(&descriptor, byte_len)?;
@@ -176,10 +178,12 @@ impl fmt::Debug for Segment {
 
 /// Maps exactly `byte_len` bytes, with page tables filled where the system can do that.
 fn map(descriptor: &OwnedFd, byte_len: u64) -> Result<MmapRaw, ShmError> {
-    debug_assert!(byte_len.is_multiple_of(WORD_BYTES), "layouts end on a page");
     MmapOptions::new()
         .len(to_index(byte_len)?)
         .populate()
         .map_raw(descriptor)
         .map_err(ShmError::system("mapping"))
 }
+
+#[cfg(test)]
+mod tests;

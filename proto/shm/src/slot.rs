@@ -38,6 +38,22 @@ impl<'a> Slot<'a> {
         })
     }
 
+    /// Makes a slot of private memory.
+    #[cfg(test)]
+    pub(crate) fn of_words(
+        words: &'a [AtomicU64],
+        generations: &'a [AtomicU64],
+        generation: u64,
+    ) -> Self {
+        let byte_len = u64::try_from(size_of_val(words)).unwrap();
+        Self {
+            words,
+            generations,
+            generation,
+            byte_len,
+        }
+    }
+
     /// Makes the range a slot of its generation; the caller owns the range.
     pub(crate) fn begin(&self) {
         self.store_generation(self.generation);
@@ -106,5 +122,86 @@ impl<'a> Slot<'a> {
     /// Returns the number of bytes.
     pub(crate) fn byte_len(&self) -> u64 {
         self.byte_len
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+
+    use super::*;
+
+    fn zeroes(count: usize) -> Vec<AtomicU64> {
+        (0..count).map(|_| AtomicU64::new(0)).collect()
+    }
+
+    #[test]
+    fn a_slot_works_from_its_begin_to_its_end() {
+        let (words, generations) = (zeroes(2), zeroes(3));
+        let slot = Slot::of_words(&words, &generations, 5);
+        assert!(matches!(slot.read(), Err(ShmError::Stale)));
+        slot.begin();
+        slot.write(&[7; 16]).unwrap();
+        assert_eq!(slot.read().unwrap(), [7; 16]);
+        assert!(matches!(
+            slot.write(&[7; 15]),
+            Err(ShmError::Length {
+                limit: 16,
+                actual: 15
+            })
+        ));
+        slot.end();
+        assert!(matches!(slot.write(&[8; 16]), Err(ShmError::Stale)));
+        assert!(matches!(slot.check_again(), Err(ShmError::Stale)));
+        // The generation of free memory is no key either.
+        assert!(matches!(
+            Slot::of_words(&words, &generations, 6).read(),
+            Err(ShmError::Stale)
+        ));
+    }
+
+    #[test]
+    fn a_range_that_reaches_into_another_slot_is_refused() {
+        let (words, generations) = (zeroes(2), zeroes(2));
+        Slot::of_words(&words, &generations[..1], 1).begin();
+        Slot::of_words(&words, &generations[1..], 3).begin();
+        for generation in [1, 3] {
+            assert!(matches!(
+                Slot::of_words(&words, &generations, generation).read(),
+                Err(ShmError::Stale)
+            ));
+        }
+    }
+
+    #[test]
+    fn a_reader_never_gets_bytes_of_a_later_lease() {
+        let rounds: u8 = if cfg!(miri) { 6 } else { 250 };
+        let (words, generations) = (zeroes(16), zeroes(2));
+        let (current, done) = (AtomicU64::new(1), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for round in 0..rounds {
+                    let generation = 2 * u64::from(round) + 1;
+                    let slot = Slot::of_words(&words, &generations, generation);
+                    slot.begin();
+                    slot.write(&[round; 128]).unwrap();
+                    // Stands for the message that carries the handle.
+                    current.store(generation, Ordering::Release);
+                    std::thread::yield_now();
+                    slot.end();
+                }
+                done.store(true, Ordering::Release);
+            });
+            while !done.load(Ordering::Acquire) {
+                let generation = current.load(Ordering::Acquire);
+                if let Ok(bytes) = Slot::of_words(&words, &generations, generation).read() {
+                    assert!(
+                        bytes.iter().all(|&byte| u64::from(byte) == generation / 2),
+                        "torn or late"
+                    );
+                }
+                std::thread::yield_now();
+            }
+        });
     }
 }

@@ -88,3 +88,28 @@ impl<'a> TensorMut<'a> {
         self.slot.check_again()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicU64;
+
+    use super::*;
+
+    #[test]
+    fn what_is_written_in_place_is_read_in_place() {
+        let words: Vec<AtomicU64> = (0..4).map(|_| AtomicU64::new(0)).collect();
+        let generations = [AtomicU64::new(9)];
+        let slot = Slot::of_words(&words, &generations, 9);
+        let mut writer = TensorMut::new(slot).unwrap();
+        writer.bytes().fill(3);
+        writer.bytes()[31] = 4;
+        writer.finish().unwrap();
+        let reader = TensorRef::new(slot).unwrap();
+        assert_eq!(reader.bytes().len(), 32);
+        assert_eq!(reader.bytes()[30..], [3, 4]);
+        slot.end();
+        assert!(matches!(reader.finish(), Err(ShmError::Stale)));
+        assert!(matches!(TensorRef::new(slot), Err(ShmError::Stale)));
+        assert!(matches!(TensorMut::new(slot), Err(ShmError::Stale)));
+    }
+}
