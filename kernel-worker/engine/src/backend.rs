@@ -4,6 +4,8 @@
 //! SIMD backend computes in the call; a lazy one records a graph and evaluates when logits are read. What a
 //! token's stage returns must not depend on the other tokens of the batch (`REFERENCE` and `CPU`: bit for bit).
 
+pub mod reference;
+
 use std::fmt::Debug;
 use std::ops::Range;
 
@@ -335,13 +337,14 @@ pub trait Backend {
         head: &Self::Matrix,
     ) -> Result<Ran<Self::Device, Self::Logits>, EngineError>;
 
-    /// Chooses a token per request from its row of logits.
+    /// Chooses a token per request from its row of logits. A backend that reads them with [`crate::sampler`] derives
+    /// the label of the choice from theirs.
     ///
     /// # Errors
     /// As the device says.
     fn sample(
         &mut self,
-        logits: &Self::Logits,
+        logits: &Ran<Self::Device, Self::Logits>,
         requests: &mut [SampleRequest<'_>],
     ) -> Result<Ran<Self::Device, RowSamples>, EngineError>;
 

@@ -1,6 +1,7 @@
 //! The engine's errors, by what the caller can do.
 
 use velox_kernels::error::OpError;
+use velox_kvcache::KvError;
 
 /// Why the engine could not do what it was asked.
 #[derive(Debug, thiserror::Error)]
@@ -60,4 +61,31 @@ pub enum EngineError {
     /// The model produced values that are not numbers.
     #[error("{0}")]
     Numeric(String),
+}
+
+impl From<KvError> for EngineError {
+    fn from(error: KvError) -> Self {
+        match error {
+            KvError::BudgetExceeded {
+                needed_bytes,
+                available_bytes,
+            } => Self::OutOfMemory {
+                what: "cache of a row".to_owned(),
+                needed_bytes,
+                available_bytes,
+            },
+            KvError::AllocatorRefused { bytes } => Self::OutOfMemory {
+                what: "page of a cache".to_owned(),
+                needed_bytes: bytes as u64,
+                available_bytes: 0,
+            },
+            KvError::OutOfRange { .. } => Self::Numeric(error.to_string()),
+            KvError::Shape(error) => Self::Kernel(error),
+            // Plans are checked against capacity and layers come in order: the caller broke the contract.
+            KvError::CapacityExceeded { .. }
+            | KvError::LayerOutOfStep { .. }
+            | KvError::NoSuchLayer { .. }
+            | KvError::UnknownMethod { .. } => Self::InvalidPlan(error.to_string()),
+        }
+    }
 }

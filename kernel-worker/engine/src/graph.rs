@@ -13,13 +13,13 @@ use crate::step::Progress;
 
 /// The tokens of one pass, flattened over its rows.
 #[derive(Debug)]
-pub struct Batch<'a, C> {
+pub struct Batch<'a, 'row, C> {
     /// `[T]`, below the vocabulary's size.
     pub token_ids: &'a [u32],
     /// `[T]`.
     pub positions: &'a [usize],
     /// Which tokens are whose; together they cover the batch.
-    pub spans: &'a mut [RowSpan<'a, C>],
+    pub spans: &'a mut [RowSpan<'row, C>],
 }
 
 /// Who watches a pass, and what it counts.
@@ -105,7 +105,7 @@ impl<B: Backend> Transformer<B> {
     pub fn forward(
         &self,
         backend: &mut B,
-        batch: Batch<'_, B::Cache>,
+        batch: Batch<'_, '_, B::Cache>,
         watch: &mut Watch<'_>,
     ) -> Result<Ran<B::Device, B::Activation>, EngineError> {
         let mut hidden = backend.embed(&self.embedding, batch.token_ids)?;

@@ -53,6 +53,14 @@ impl<D: Device, T> Ran<D, T> {
         }
     }
 
+    /// Borrows the value together with its label, to derive something from it.
+    pub fn as_ref(&self) -> Ran<D, &T> {
+        Ran {
+            value: &self.value,
+            device: PhantomData,
+        }
+    }
+
     /// Borrows the value.
     pub fn value(&self) -> &T {
         &self.value

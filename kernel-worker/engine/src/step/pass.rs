@@ -153,7 +153,7 @@ impl<B: Backend> Engine<B> {
                 .enumerate()
                 .map(|(row, wanted)| participants[wanted.participant].row.sample_request(row))
                 .collect();
-            let samples = self.backend.sample(logits.value(), &mut requests)?;
+            let samples = self.backend.sample(&logits, &mut requests)?;
             evidence.sampled(&samples);
             evidence.stages.record(Stage::Sample);
             for (wanted, sample) in sampled.iter().zip(samples.into_value()) {
