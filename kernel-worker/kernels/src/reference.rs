@@ -27,6 +27,10 @@ use crate::label::BackendLabel;
 use crate::ran::Device;
 
 /// Witness that the oracle evaluated; only ops of this module make it.
+///
+/// ```compile_fail
+/// let forged = velox_kernels::reference::ReferenceDevice(());
+/// ```
 #[derive(Debug)]
 pub struct ReferenceDevice(());
 
@@ -80,6 +84,16 @@ mod tests {
             // Sums of small integers are exact.
             assert_eq!(dot(&ones, &ramp), expected, "{length}");
         }
+    }
+
+    #[test]
+    fn a_result_keeps_its_label() {
+        let mut sum = [1.0];
+        let ran = add(&mut sum, &[2.0]).unwrap();
+        let more = softmax(&mut [0.0], 1).unwrap();
+        let joined = ran.map(|()| sum[0]).zip(more.map(|()| 7));
+        assert_eq!(joined.label(), BackendLabel::Reference);
+        assert_eq!(joined.into_value(), (3.0, 7));
     }
 
     #[test]

@@ -17,9 +17,11 @@ fn fixture(block_type: BlockType) -> Fixture {
     let path = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("tests/fixtures/dequantise")
         .join(format!("{}.bin", block_type.name()));
-    let data = std::fs::read(path).unwrap();
-    let (count, rest) = data.split_first_chunk::<4>().unwrap();
-    let count = usize::try_from(u32::from_le_bytes(*count)).unwrap();
+    let data = std::fs::read(path).expect("fixture is in the repository");
+    let (count, rest) = data
+        .split_first_chunk::<4>()
+        .expect("fixture begins with a count");
+    let count = usize::try_from(u32::from_le_bytes(*count)).expect("a count fits in memory");
     let (blocks, values) = rest.split_at(count * block_type.bytes());
     let values: Vec<f32> = values
         .as_chunks::<4>()

@@ -186,3 +186,6 @@ fn attend_head(
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

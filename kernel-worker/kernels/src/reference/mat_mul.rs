@@ -89,3 +89,6 @@ fn multiply_rows(
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
