@@ -9,7 +9,7 @@
 //! * [`matrix`]: a stored matrix of any block type.
 //! * [`attention`]: the paged f16 cache as attention reads it; [`rotary`]: a rotation. Both backends take them.
 //! * [`error`]: why an op refuses its operands.
-//! * [`reference`]: the oracle. Never optimised beyond fixed-order lane sums.
+//! * [`mod@reference`]: the oracle. Never optimised beyond fixed-order lane sums.
 //! * [`cpu`]: SIMD kernels, chosen by probing.
 //!
 //! Adding an op: write it in `reference/`, then in `cpu/` under the same file name, then add a parity case with
