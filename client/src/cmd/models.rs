@@ -1,0 +1,147 @@
+//! `models`: list, load, unload.
+
+use serde_json::{Value, json};
+use velox_client::error::ClientError;
+use velox_client::trace::traced;
+use velox_proto::v1::{ListModelsRequest, LoadModelRequest, Model, UnloadModelRequest};
+
+use crate::args::{ModelsCommand, Target};
+use crate::cmd::Verdict;
+use crate::output::{Format, Output, table};
+use crate::session::{Session, WhenNoneRuns};
+
+/// Runs the command.
+pub(crate) async fn run(
+    target: &Target,
+    command: ModelsCommand,
+    output: Output,
+) -> anyhow::Result<Verdict> {
+    let session = Session::open(target, WhenNoneRuns::Fail, output).await?;
+    match command {
+        ModelsCommand::List => show(&list(&session).await?, output)?,
+        ModelsCommand::Load { source, name } => {
+            let model = load(&session, source, name.unwrap_or_default(), output).await?;
+            show(&[model], output)?;
+        }
+        ModelsCommand::Unload { name } => {
+            session
+                .client
+                .models()
+                .unload_model(traced(UnloadModelRequest { name }, session.deadline()))
+                .await
+                .map_err(ClientError::from)?;
+        }
+    }
+    Ok(Verdict::Yes)
+}
+
+async fn list(session: &Session) -> Result<Vec<Model>, ClientError> {
+    let mut models = Vec::new();
+    let mut page_token = String::new();
+    loop {
+        let request = ListModelsRequest {
+            page_size: 0,
+            page_token,
+        };
+        let page = session
+            .client
+            .models()
+            .list_models(traced(request, session.deadline()))
+            .await?;
+        let page = page.into_inner();
+        models.extend(page.models);
+        page_token = page.next_page_token;
+        if page_token.is_empty() {
+            return Ok(models);
+        }
+    }
+}
+
+async fn load(
+    session: &Session,
+    source: String,
+    name: String,
+    output: Output,
+) -> anyhow::Result<Model> {
+    let request = traced(LoadModelRequest { source, name }, session.deadline());
+    let mut events = session
+        .client
+        .models()
+        .load_model(request)
+        .await
+        .map_err(ClientError::from)?
+        .into_inner();
+    let bar = output.progress(0);
+    while let Some(event) = events.message().await.map_err(ClientError::from)? {
+        bar.set_length(event.total_bytes);
+        bar.set_position(event.done_bytes);
+        bar.set_message(event.phase.clone());
+        if let Some(model) = event.model {
+            bar.finish_and_clear();
+            return Ok(model);
+        }
+    }
+    Err(ClientError::Truncated.into())
+}
+
+fn show(models: &[Model], output: Output) -> std::io::Result<()> {
+    match output.format {
+        Format::Json => models
+            .iter()
+            .try_for_each(|model| output.json(&model_json(model))),
+        Format::Text => {
+            let rows: Vec<Vec<String>> = models
+                .iter()
+                .map(|model| {
+                    vec![
+                        format!("{}{}", model.name, if model.is_default { " *" } else { "" }),
+                        model.architecture.clone(),
+                        model.format.clone(),
+                        model.parameters.to_string(),
+                        model.weight_bytes.to_string(),
+                        model.context_length.to_string(),
+                        model.tensor_types.join(","),
+                    ]
+                })
+                .collect();
+            let header = [
+                "MODEL",
+                "FAMILY",
+                "FORMAT",
+                "PARAMETERS",
+                "WEIGHT BYTES",
+                "CONTEXT",
+                "TYPES",
+            ];
+            output.text(&table(&header, &rows))
+        }
+    }
+}
+
+fn model_json(model: &Model) -> Value {
+    let kv = model.kv.clone().unwrap_or_default();
+    json!({
+        "name": model.name,
+        "default": model.is_default,
+        "architecture": model.architecture,
+        "format": model.format,
+        "parameters": model.parameters,
+        "weight_bytes": model.weight_bytes,
+        "context_length": model.context_length,
+        "vocab_size": model.vocab_size,
+        "n_layers": model.n_layers,
+        "tensor_types": model.tensor_types,
+        "end_tokens": model.end_tokens.iter().map(|token| json!({
+            "token_id": token.token_id,
+            "text": token.text,
+            "source": token.source,
+        })).collect::<Vec<_>>(),
+        "has_chat_template": model.has_chat_template,
+        "kv": {
+            "method": kv.method,
+            "page_tokens": kv.page_tokens,
+            "key_bytes_per_token": kv.key_bytes_per_token,
+            "value_bytes_per_token": kv.value_bytes_per_token,
+        },
+    })
+}

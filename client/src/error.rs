@@ -1,0 +1,61 @@
+//! What can go wrong between a program and its gateway.
+
+use velox_proto::error::{Reason, ServiceFault};
+
+/// Why a call gave no result.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// The text is no endpoint.
+    #[error("{text:?} is no endpoint; use unix:PATH, or http://HOST:PORT")]
+    InvalidEndpoint {
+        /// What was given.
+        text: String,
+    },
+    /// Nobody answers.
+    #[error("no gateway answers at {}", .tried.join(" or "))]
+    NotRunning {
+        /// Endpoints tried.
+        tried: Vec<String>,
+        /// Why the last one failed.
+        #[source]
+        source: Option<tonic::transport::Error>,
+    },
+    /// A program that should start did not.
+    #[error("cannot start {program}")]
+    Spawn {
+        /// Path of the program.
+        program: String,
+        /// What the system said.
+        #[source]
+        source: std::io::Error,
+    },
+    /// A started gateway ended, or said something else than that it serves.
+    #[error("the gateway did not start: {0}")]
+    NotServing(String),
+    /// The gateway refused or ended the call.
+    #[error("{} ({})", .0.message, .0.reason.name())]
+    Refused(Box<ServiceFault>),
+    /// The stream ended before its last event.
+    #[error("the answer ended without a finish event")]
+    Truncated,
+    /// The gateway sent something that breaks the contract.
+    #[error("the gateway broke the contract: {0}")]
+    Contract(&'static str),
+}
+
+impl ClientError {
+    /// Returns the gateway's reason, if it gave one.
+    #[must_use]
+    pub fn reason(&self) -> Option<Reason> {
+        match self {
+            Self::Refused(fault) => Some(fault.reason),
+            _ => None,
+        }
+    }
+}
+
+impl From<tonic::Status> for ClientError {
+    fn from(status: tonic::Status) -> Self {
+        Self::Refused(Box::new(ServiceFault::from_status(&status)))
+    }
+}

@@ -1,0 +1,48 @@
+//! `velox-client`: errors to exit codes. 0 success, 1 a negative answer, 2 an error; a broken pipe is success.
+
+#![forbid(unsafe_code)]
+
+mod args;
+mod cmd;
+mod output;
+mod session;
+
+use std::io::Write as _;
+use std::process::ExitCode;
+
+use clap::Parser as _;
+
+fn main() -> ExitCode {
+    let arguments = args::Arguments::parse();
+    let runtime = match tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+    {
+        Ok(runtime) => runtime,
+        Err(error) => return report(&error.into()),
+    };
+    match runtime.block_on(cmd::run(arguments)) {
+        Ok(cmd::Verdict::Yes) => ExitCode::SUCCESS,
+        Ok(cmd::Verdict::No) => ExitCode::from(1),
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => report(&error),
+    }
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| {
+        cause
+            .downcast_ref::<std::io::Error>()
+            .is_some_and(|error| error.kind() == std::io::ErrorKind::BrokenPipe)
+    })
+}
+
+/// Tells people what failed; a refusal by the gateway is a negative answer.
+fn report(error: &anyhow::Error) -> ExitCode {
+    // Nobody is left to tell if standard error is gone.
+    let _ = writeln!(std::io::stderr().lock(), "velox-client: {error:#}");
+    let refused = error
+        .downcast_ref::<velox_client::error::ClientError>()
+        .is_some_and(|error| error.reason().is_some_and(cmd::is_negative_answer));
+    ExitCode::from(if refused { 1 } else { 2 })
+}
