@@ -69,7 +69,7 @@ impl<B: Backend> Transformer<B> {
         backend: &mut B,
         spec: &ModelSpec,
         tensors: ModelTensors<Matrix>,
-        prepared: &mut dyn FnMut(usize),
+        prepared: &mut dyn FnMut(u64),
     ) -> Result<Self, EngineError> {
         let mut preparation = Preparation {
             backend,
@@ -177,12 +177,12 @@ impl<B: Backend> Transformer<B> {
 struct Preparation<'a, B: Backend> {
     backend: &'a mut B,
     epsilon: f32,
-    prepared: &'a mut dyn FnMut(usize),
+    prepared: &'a mut dyn FnMut(u64),
 }
 
 impl<B: Backend> Preparation<'_, B> {
     fn matrix(&mut self, matrix: Matrix) -> Result<B::Matrix, EngineError> {
-        let stored_bytes = matrix.bytes().len();
+        let stored_bytes = matrix.bytes().len() as u64;
         let taken = self.backend.prepare_matrix(matrix)?;
         (self.prepared)(stored_bytes);
         Ok(taken)

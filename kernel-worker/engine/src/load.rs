@@ -3,11 +3,16 @@
 use std::path::Path;
 
 use velox_kernels::label::BackendLabel;
+use velox_kernels::ran::Device;
+use velox_kvcache::{KvMethod, KvShape, PageBudget};
 
+use crate::backend::Backend;
+use crate::backend::reference::ReferenceBackend;
 use crate::error::EngineError;
-use crate::files::TokenizerSource;
+use crate::files::{self, ModelSource, TokenizerSource};
+use crate::graph::Transformer;
 use crate::spec::ModelSpec;
-use crate::step::Runner;
+use crate::step::{Engine, Runner};
 
 /// What the loader may choose and what it must not.
 #[derive(Debug, Clone)]
@@ -95,6 +100,64 @@ pub fn load(
     options: &LoadOptions,
     report: &mut dyn FnMut(LoadProgress),
 ) -> Result<LoadedModel, EngineError> {
-    let _ = (path, options, report);
-    Err(EngineError::InvalidPlan("not built yet".to_owned()))
+    let source = files::open(path, report)?;
+    let budget = PageBudget::new(options.cache_limit_bytes);
+    match options.backend {
+        None | Some(BackendLabel::Reference) => assemble(
+            source,
+            ReferenceBackend::new(options.threads, budget),
+            report,
+        ),
+        Some(label) => Err(EngineError::BackendUnavailable {
+            backend: label.name(),
+            reason: "it is not part of this build".to_owned(),
+        }),
+    }
+}
+
+/// Hands a checked source to a backend.
+fn assemble<B: Backend + 'static>(
+    source: ModelSource,
+    mut backend: B,
+    report: &mut dyn FnMut(LoadProgress),
+) -> Result<LoadedModel, EngineError> {
+    let spec = source.spec;
+    let geometry = KvMethod::None.geometry(KvShape {
+        n_layers: spec.n_layers,
+        n_kv_heads: spec.n_kv_heads,
+        head_dim: spec.head_dim,
+    })?;
+    let total_bytes = source.weight_bytes;
+    let mut done_bytes = 0;
+    let mut prepared = |stored_bytes: u64| {
+        done_bytes += stored_bytes;
+        report(LoadProgress {
+            phase: "map",
+            done_bytes,
+            total_bytes,
+        });
+    };
+    let model = Transformer::new(&mut backend, &spec, source.tensors, &mut prepared)?;
+    report(LoadProgress {
+        phase: "ready",
+        done_bytes: total_bytes,
+        total_bytes,
+    });
+    let runner = Box::new(Engine::new(backend, model, &spec));
+    Ok(LoadedModel {
+        facts: ModelFacts {
+            spec,
+            format: source.format,
+            parameters: source.parameters,
+            weight_bytes: source.weight_bytes,
+            tensor_types: source.tensor_types,
+            backend: B::Device::LABEL,
+            fingerprint: source.fingerprint,
+            key_bytes_per_token: geometry.key_bytes_per_token,
+            value_bytes_per_token: geometry.value_bytes_per_token,
+            page_tokens: geometry.page_tokens,
+        },
+        tokenizer: source.tokenizer,
+        runner,
+    })
 }
