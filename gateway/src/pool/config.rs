@@ -49,8 +49,8 @@ pub const DEFAULT_MAX_QUARANTINES: u32 = 3;
 /// Size of a tensor segment; a larger lease gets a segment of its own size.
 pub const DEFAULT_SEGMENT_BYTES: u64 = 8 * 1024 * 1024;
 
-/// Most bytes of tensor segments of one slot.
-pub const DEFAULT_MAX_SEGMENT_BYTES_PER_SLOT: u64 = 1024 * 1024 * 1024;
+/// Most bytes of all tensor segments.
+pub const DEFAULT_SHM_LIMIT_BYTES: u64 = 1024 * 1024 * 1024;
 
 /// A model and where it lies.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -152,8 +152,8 @@ pub struct PoolConfig {
     pub cache_limit_bytes: Option<u64>,
     /// Size of a tensor segment.
     pub segment_bytes: u64,
-    /// Most bytes of tensor segments of one slot.
-    pub max_segment_bytes_per_slot: u64,
+    /// Most bytes of all tensor segments.
+    pub shm_limit_bytes: u64,
     /// Limits of time.
     pub timeouts: PoolTimeouts,
     /// When a lost worker is started again.
@@ -173,7 +173,7 @@ impl PoolConfig {
             models: Vec::new(),
             cache_limit_bytes: None,
             segment_bytes: DEFAULT_SEGMENT_BYTES,
-            max_segment_bytes_per_slot: DEFAULT_MAX_SEGMENT_BYTES_PER_SLOT,
+            shm_limit_bytes: DEFAULT_SHM_LIMIT_BYTES,
             timeouts: PoolTimeouts::default(),
             restart: RestartPolicy::default(),
         }

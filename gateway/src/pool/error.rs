@@ -4,6 +4,9 @@ use std::time::Duration;
 
 use velox_proto::error::{Reason, ServiceError, ServiceFault};
 
+use velox_shm::ShmError;
+
+use super::attest::Violation;
 use super::event::WorkerKey;
 use super::facts::FactsError;
 use super::plan::PlanError;
@@ -38,6 +41,15 @@ pub enum PoolError {
     /// The worker's answer is not believed.
     #[error("worker's answer is not believed: {0}")]
     NotBelieved(#[from] FactsError),
+    /// The worker's evidence does not hold.
+    #[error("worker's answer is not attested: {0}")]
+    NotAttested(#[from] Violation),
+    /// Shared memory is exhausted, or the system refused it.
+    #[error(transparent)]
+    Memory(#[from] ShmError),
+    /// The worker could not map a segment.
+    #[error("worker refused shared memory: {0}")]
+    SegmentRefused(String),
     /// The worker did not answer in time.
     #[error("worker did not answer {call} within {limit:?}")]
     Unanswered {
@@ -52,6 +64,9 @@ pub enum PoolError {
     /// The pool shuts down.
     #[error("worker pool shuts down")]
     ShuttingDown,
+    /// A task of ours broke.
+    #[error("task of the worker pool failed")]
+    Task(#[from] tokio::task::JoinError),
 }
 
 impl ServiceError for PoolError {
@@ -64,10 +79,14 @@ impl ServiceError for PoolError {
             Self::UnknownModel(_) => Reason::ModelNotFound,
             Self::ModelExists(_) => Reason::ModelExists,
             Self::Refused(fault) => fault.reason,
+            Self::Memory(error) => error.reason(),
             Self::ShuttingDown => Reason::Draining,
-            Self::InvalidPlan(_) | Self::NotBelieved(_) | Self::DamagedTokenizer(_) => {
-                Reason::Internal
-            }
+            Self::InvalidPlan(_)
+            | Self::NotBelieved(_)
+            | Self::NotAttested(_)
+            | Self::SegmentRefused(_)
+            | Self::Task(_)
+            | Self::DamagedTokenizer(_) => Reason::Internal,
         }
     }
 

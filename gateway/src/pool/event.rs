@@ -122,6 +122,9 @@ pub enum LossCause {
     /// It closed a channel and did not exit; it was killed.
     #[error("worker closed its step channel")]
     ChannelClosed,
+    /// The socket of its step channel failed, or a plan did not fit a frame; it was killed.
+    #[error("step channel of the worker failed: {0}")]
+    ChannelFailed(String),
     /// Its evidence did not hold; it was killed.
     #[error("worker is quarantined: {0}")]
     Quarantined(#[from] Violation),

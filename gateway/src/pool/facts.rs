@@ -66,6 +66,21 @@ pub enum FactsError {
     UnavailableBackend(&'static str),
 }
 
+impl FactsError {
+    /// Returns whether the worker contradicts what the gateway knows, rather than being too old or too poor.
+    #[must_use]
+    pub fn is_lie(&self) -> bool {
+        match self {
+            Self::Pid { .. }
+            | Self::ImpossibleBackend { .. }
+            | Self::WrongModel { .. }
+            | Self::UnavailableBackend(_)
+            | Self::OutOfRange { .. } => true,
+            Self::Protocol { .. } | Self::NoBackend | Self::Missing(_) => false,
+        }
+    }
+}
+
 /// A worker that speaks our protocol, is our child and claims nothing impossible.
 #[derive(Debug, Clone, PartialEq)]
 pub struct WorkerFacts {
