@@ -97,7 +97,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(if cfg!(miri) { 4 } else { 512 }))]
+        #![proptest_config(crate::property(512))]
 
         #[test]
         fn runs_never_overlap_and_all_capacity_comes_back(

@@ -197,7 +197,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(if cfg!(miri) { 4 } else { 256 }))]
+        #![proptest_config(crate::property(256))]
 
         #[test]
         fn frames_do_not_depend_on_how_the_stream_was_cut(

@@ -154,7 +154,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(if cfg!(miri) { 8 } else { 512 }))]
+        #![proptest_config(crate::property(512))]
 
         #[test]
         fn generations_never_reach_the_data_and_data_never_leaves_the_segment(

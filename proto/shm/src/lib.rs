@@ -31,3 +31,17 @@ pub use peer::{MAX_PEER_SEGMENTS, PeerSegments};
 pub use pool::{PooledArena, SegmentPool};
 pub use segment::Segment;
 pub use view::{TensorMut, TensorRef};
+
+/// Settings of a property test: the interpreter gets few cases, and no file to remember failures in.
+#[cfg(test)]
+fn property(cases: u32) -> proptest::test_runner::Config {
+    if cfg!(miri) {
+        proptest::test_runner::Config {
+            cases: 4,
+            failure_persistence: None,
+            ..Default::default()
+        }
+    } else {
+        proptest::test_runner::Config::with_cases(cases)
+    }
+}

@@ -148,7 +148,7 @@ fn leases_of_many_threads_never_mix() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(crate::property(64))]
 
     #[test]
     #[cfg_attr(miri, ignore = "maps memory")]
