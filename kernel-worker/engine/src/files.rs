@@ -1,6 +1,8 @@
 //! Model files, read as hostile input.
 //!
-//! * [`gguf`]: the GGUF container.
+//! * [`gguf`] reads the GGUF container.
+//! * [`safetensors`] reads the safetensors container.
+//! * [`hf_config`] reads config.json.
 //!
 //! Tensors stay in the mapped file; only vectors (norms, biases) are copied, as f32. A file that asks for something
 //! this engine does not compute is refused by the name of the field, never loaded approximately.
@@ -13,7 +15,14 @@ pub mod gguf;
 mod gguf_model;
 mod gguf_spec;
 mod gguf_vocabulary;
+pub mod hf_config;
+mod hf_folder;
+mod hf_model;
+mod hf_rope;
+mod hf_tokenizer;
+mod json_fields;
 mod rope;
+pub mod safetensors;
 mod sizes;
 mod tensors;
 
@@ -64,9 +73,10 @@ pub fn open(path: &Path, report: &mut dyn FnMut(LoadProgress)) -> Result<ModelSo
     let blame = Blame::of(path);
     let kind = std::fs::metadata(path).map_err(|source| blame.unreadable(source))?;
     if kind.is_dir() {
-        return Err(blame.unsupported("a folder"));
+        hf_model::open(path, report)
+    } else {
+        gguf_model::open(path, report)
     }
-    gguf_model::open(path, report)
 }
 
 /// Maps a regular file; a pipe or device would block or never end.
