@@ -9,6 +9,7 @@
 //! * [`sampler`]: next-token choice.
 //! * [`step`]: plans and outcomes, `submit` and `collect`.
 //! * [`load`]: from a path to a [`step::Runner`].
+//! * [`probe`]: tiny cases that capabilities are made of.
 
 #![forbid(unsafe_code)]
 
@@ -17,6 +18,7 @@ pub mod error;
 pub mod files;
 pub mod graph;
 pub mod load;
+pub mod probe;
 pub mod sampler;
 pub mod spec;
 pub mod step;
