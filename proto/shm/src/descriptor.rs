@@ -30,8 +30,8 @@ const RECEIVE_FLAGS: RecvFlags = RecvFlags::empty();
 /// Returns how many bytes went; if that is fewer than given, send the rest without descriptors.
 ///
 /// # Errors
-/// [`io::ErrorKind::InvalidInput`] for more than [`MAX_DESCRIPTORS`] descriptors or for descriptors without a byte, else what
-/// the socket says ([`io::ErrorKind::WouldBlock`] included).
+/// [`io::ErrorKind::InvalidInput`] for more than [`MAX_DESCRIPTORS`] descriptors or for descriptors without a byte,
+/// else what the socket says ([`io::ErrorKind::WouldBlock`] included).
 pub fn send(
     socket: BorrowedFd<'_>,
     bytes: &[u8],
@@ -60,8 +60,8 @@ pub fn send(
 /// Returns the number of bytes; 0 means that the peer is gone.
 ///
 /// # Errors
-/// [`io::ErrorKind::InvalidData`] if descriptors were cut off or `descriptors` would hold more than [`MAX_DESCRIPTORS`]; those that came
-/// are closed then, and the stream is of no more use. Else what the socket says.
+/// [`io::ErrorKind::InvalidData`] if descriptors were cut off or `descriptors` would hold more than
+/// [`MAX_DESCRIPTORS`]; those that came are closed then, and the stream is of no more use. Else what the socket says.
 pub fn receive(
     socket: BorrowedFd<'_>,
     buffer: &mut [u8],
@@ -89,10 +89,6 @@ pub fn receive(
 }
 
 #[cfg(target_os = "linux")]
-#[expect(
-    clippy::unnecessary_wraps,
-    reason = "other systems need a call that can fail"
-)]
 fn close_on_exec(_received: &[OwnedFd]) -> io::Result<()> {
     // CMSG_CLOEXEC has done it, without a gap in which another thread could fork.
     Ok(())

@@ -220,7 +220,9 @@ mod tests {
         }
 
         #[test]
-        fn hostile_bytes_never_panic_nor_pile_up(pieces in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..40), 0..20)) {
+        fn hostile_bytes_never_panic_nor_pile_up(
+            pieces in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..40), 0..20),
+        ) {
             let mut decoder = FrameDecoder::new();
             for piece in pieces {
                 decoder.push(&piece);

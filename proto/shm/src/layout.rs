@@ -158,7 +158,8 @@ mod tests {
 
         #[test]
         fn generations_never_reach_the_data_and_data_never_leaves_the_segment(
-            data_bytes in 1..=MAX_SEGMENT_BYTES, offset: u64, unit in 0_u64..300_000, byte_len in 1_u64..MAX_SEGMENT_BYTES,
+            data_bytes in 1..=MAX_SEGMENT_BYTES, offset: u64,
+            unit in 0_u64..300_000, byte_len in 1_u64..MAX_SEGMENT_BYTES,
         ) {
             let layout = Layout::new(data_bytes).unwrap();
             prop_assert!(layout.data_bytes() >= data_bytes);

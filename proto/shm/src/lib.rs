@@ -8,7 +8,8 @@
 //! * [`descriptor`] and [`frame`]: how descriptors and messages travel on the step channel.
 //!
 //! Invariant: shared memory is read and written through relaxed atomic words, never through a slice, except in
-//! [`TensorRef`] and [`TensorMut`], whose memory the gateway has handed over. Only `segment` and `view` contain unsafe code.
+//! [`TensorRef`] and [`TensorMut`], whose memory the gateway has handed over. Only `segment` and `view` contain unsafe
+//! code.
 
 mod allocator;
 mod arena;

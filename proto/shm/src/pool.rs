@@ -58,7 +58,8 @@ impl SegmentPool {
         }
     }
 
-    /// Takes the smallest idle arena with room for `data_bytes`, else creates one, dropping idle ones if they are in the way.
+    /// Takes the smallest idle arena with room for `data_bytes`, else creates one, dropping idle ones if they are in
+    /// the way.
     ///
     /// Touching new pages takes about a millisecond per MiB: call it where blocking is allowed.
     ///

@@ -11,13 +11,15 @@ use rustix::fs::fstat;
 use velox_proto::limits::{MAX_SEGMENT_BYTES, SLOT_ALIGNMENT_BYTES};
 
 use crate::error::ShmError;
-use crate::layout::{DATA_BYTES_WORD, Layout, MAGIC, MAGIC_WORD, VERSION, VERSION_WORD, to_index};
+use crate::layout::{
+    DATA_BYTES_WORD, Layout, MAGIC, MAGIC_WORD, VERSION, VERSION_WORD, WORD_BYTES, to_index,
+};
 
 #[cfg(target_os = "linux")]
 mod linux;
 #[cfg(any(not(target_os = "linux"), test))]
 mod name;
-#[cfg(not(target_os = "linux"))]
+#[cfg(any(not(target_os = "linux"), test))]
 mod posix;
 
 #[cfg(target_os = "linux")]
@@ -51,7 +53,12 @@ impl Segment {
             id,
             layout,
         };
-        object::touch(segment.words())?;
+        // Linux has allocated and mapped every page by now; elsewhere this does it. All words are 0 already.
+        let page_words = to_index(SLOT_ALIGNMENT_BYTES / WORD_BYTES)?;
+        for word in segment.words().iter().step_by(page_words) {
+            // Relaxed: nobody else has the segment yet.
+            word.store(0, Ordering::Relaxed);
+        }
         segment.set_header(DATA_BYTES_WORD, layout.data_bytes());
         segment.set_header(VERSION_WORD, VERSION);
         segment.set_header(MAGIC_WORD, MAGIC);

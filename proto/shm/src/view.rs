@@ -1,9 +1,9 @@
 //! Tensors used where they lie, without a copy.
 //!
-//! A plain slice over memory that another process maps is sound only while that process leaves it alone. The hand-over of the
-//! contract says so: the gateway writes a slot before it sends the handle, then neither writes nor frees it until
-//! the answer arrived. Within this process the views borrow [`PeerSegments`](crate::PeerSegments) exclusively, so no copy and no
-//! other view can touch the same bytes.
+//! A plain slice over memory that another process maps is sound only while that process leaves it alone. The
+//! hand-over of the contract says so: the gateway writes a slot before it sends the handle, then neither writes nor
+//! frees it until the answer arrived. Within this process the views borrow [`PeerSegments`](crate::PeerSegments)
+//! exclusively, so no copy and no other view can touch the same bytes.
 
 #![expect(unsafe_code, reason = "handed-over memory becomes a slice here")]
 
@@ -30,12 +30,13 @@ impl<'a> TensorRef<'a> {
         })
     }
 
-    /// Returns the bytes; the first one lies on a 16 KiB boundary.
+    /// Returns the bytes; the first one begins a page (of 16 KiB on Apple Silicon).
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
         // SAFETY:
         // * valid and initialised: `Slot::new` found `len` bytes inside the mapping, which lives for `'a`;
-        // * not written meanwhile: the module's hand-over keeps the gateway away, the exclusive borrow of `'a` this process.
+        // * not written meanwhile: the module's hand-over keeps the gateway away, the exclusive borrow of `'a`
+        //   the rest of this process.
         unsafe { std::slice::from_raw_parts(self.slot.words().as_ptr().cast::<u8>(), self.len) }
     }
 
@@ -68,15 +69,15 @@ impl<'a> TensorMut<'a> {
         })
     }
 
-    /// Returns the bytes; the first one lies on a 16 KiB boundary.
+    /// Returns the bytes; the first one begins a page (of 16 KiB on Apple Silicon).
     #[must_use]
     pub fn bytes(&mut self) -> &mut [u8] {
         let start = self.slot.words().as_ptr().cast::<u8>().cast_mut();
         // SAFETY:
         // * valid and initialised: `Slot::new` found `len` bytes inside the read-write mapping, which lives for `'a`;
         // * may be written: the pointer comes from atomics, which are mutable behind a shared reference;
-        // * exclusive: the module's hand-over keeps the gateway away, the exclusive borrow of `'a` the rest of this process, and
-        //   `&mut self` a second slice; the slot itself touches only generations until `self` is gone.
+        // * exclusive: the module's hand-over keeps the gateway away, the exclusive borrow of `'a` the rest of this
+        //   process, and `&mut self` a second slice; the slot itself touches only generations until `self` is gone.
         unsafe { std::slice::from_raw_parts_mut(start, self.len) }
     }
 

@@ -1,7 +1,6 @@
 //! Linux: a sealed memfd, which never has a name in a file system.
 
 use std::os::fd::OwnedFd;
-use std::sync::atomic::AtomicU64;
 
 use rustix::fs::{
     FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, ftruncate,
@@ -36,14 +35,5 @@ pub(super) fn check(descriptor: &OwnedFd) -> Result<(), ShmError> {
     if !seals.contains(SEALS) {
         return Err(ShmError::NotASegment("it is not sealed"));
     }
-    Ok(())
-}
-
-/// Allocation and mapping have touched every page already.
-#[expect(
-    clippy::unnecessary_wraps,
-    reason = "other systems have work here that can fail"
-)]
-pub(super) fn touch(_words: &[AtomicU64]) -> Result<(), ShmError> {
     Ok(())
 }

@@ -7,7 +7,7 @@ pub(super) const MAX_NAME_BYTES: usize = 30;
 
 /// Returns a name that nobody can guess.
 pub(super) fn random() -> String {
-    // The standard library seeds the state from the system's random source once per thread and makes every later one differ.
+    // The standard library seeds the state from the system's random source, and no two states are the same.
     let number = RandomState::new().hash_one(std::process::id());
     let name = format!("/velox-{number:016x}");
     debug_assert!(name.len() <= MAX_NAME_BYTES);

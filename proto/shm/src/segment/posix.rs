@@ -1,16 +1,15 @@
 //! macOS: a POSIX object whose name is removed before anything else happens.
+//!
+//! Linux has the same calls, so its tests run this code too.
 
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{Mode, ftruncate};
 use rustix::io::Errno;
 use rustix::shm;
-use velox_proto::limits::SLOT_ALIGNMENT_BYTES;
 
 use super::name;
 use crate::error::ShmError;
-use crate::layout::{WORD_BYTES, to_index};
 
 /// Names are random: already the second attempt is unlikely.
 const NAME_ATTEMPTS: usize = 8;
@@ -41,20 +40,31 @@ fn create_unlinked() -> Result<OwnedFd, ShmError> {
 }
 
 /// Nothing to verify beyond the size: the system refuses a second sizing.
-#[expect(
-    clippy::unnecessary_wraps,
-    reason = "other systems have a check that can fail"
-)]
 pub(super) fn check(_descriptor: &OwnedFd) -> Result<(), ShmError> {
     Ok(())
 }
 
-/// Touches every page of a new object, whose words are all 0.
-pub(super) fn touch(words: &[AtomicU64]) -> Result<(), ShmError> {
-    let page_words = to_index(SLOT_ALIGNMENT_BYTES / WORD_BYTES)?;
-    for word in words.iter().step_by(page_words) {
-        // Relaxed: nobody else has the object yet.
-        word.store(0, Ordering::Relaxed);
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::MetadataExt as _;
+
+    use velox_proto::limits::SLOT_ALIGNMENT_BYTES;
+
+    use super::*;
+
+    #[test]
+    #[cfg_attr(miri, ignore = "creates shared memory")]
+    fn an_object_has_its_size_no_name_and_closes_on_exec() {
+        let descriptor = create(3 * SLOT_ALIGNMENT_BYTES).unwrap();
+        check(&descriptor).unwrap();
+        let map = memmap2::MmapOptions::new().map_raw(&descriptor).unwrap();
+        assert!(map.len() >= 3 * 16 * 1024);
+        let flags = rustix::io::fcntl_getfd(&descriptor).unwrap();
+        assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
+        let metadata = std::fs::File::from(descriptor).metadata().unwrap();
+        assert!(metadata.len() >= 3 * SLOT_ALIGNMENT_BYTES);
+        if cfg!(target_os = "linux") {
+            assert_eq!(metadata.nlink(), 0, "a name is left");
+        }
     }
-    Ok(())
 }
