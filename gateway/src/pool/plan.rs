@@ -102,6 +102,8 @@ pub struct PlanExpectation {
     pub(super) model: Option<Arc<ModelFacts>>,
     /// In the order in which the result lists them.
     pub(super) rows: Vec<RowExpectation>,
+    /// Rows that are opened and do not compute yet; one is listed only if it fails.
+    pub(super) only_opened: HashSet<u64>,
     /// Tokens of the largest pass, for the stall limit.
     pub(super) pass_tokens: u32,
 }
@@ -181,6 +183,12 @@ impl RowLedger {
             });
         }
         let model = common_model(&rows)?;
+        let computes = |row: &u64| rows.iter().any(|expected| expected.row == *row);
+        let only_opened = opened
+            .keys()
+            .copied()
+            .filter(|row| !computes(row))
+            .collect();
 
         for row in &closed {
             self.rows.remove(row);
@@ -191,6 +199,7 @@ impl RowLedger {
             sequence: plan.sequence,
             model,
             rows,
+            only_opened,
             pass_tokens,
         })
     }
