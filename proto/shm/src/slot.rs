@@ -175,16 +175,21 @@ mod tests {
 
     #[test]
     fn a_reader_never_gets_bytes_of_a_later_lease() {
-        let rounds: u8 = if cfg!(miri) { 6 } else { 250 };
-        let (words, generations) = (zeroes(16), zeroes(2));
+        let (rounds, length) = if cfg!(miri) { (6, 16) } else { (1500, 4096) };
+        // Of one lease all bytes are the same, and the next ones have others.
+        let mark = |generation: u64| u8::try_from(generation / 2 % 251).unwrap();
+        let (words, generations) = (zeroes(length), zeroes(2));
         let (current, done) = (AtomicU64::new(1), AtomicBool::new(false));
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                for round in 0..rounds {
-                    let generation = 2 * u64::from(round) + 1;
+                for round in 0_u64..rounds {
+                    let generation = 2 * round + 1;
                     let slot = Slot::of_words(&words, &generations, generation);
                     slot.begin();
-                    slot.write(&[round; 128]).unwrap();
+                    // From the end, so that it meets a reader of the lease before.
+                    for word in words.iter().rev() {
+                        word.store(u64::from_ne_bytes([mark(generation); 8]), Ordering::Relaxed);
+                    }
                     // Stands for the message that carries the handle.
                     current.store(generation, Ordering::Release);
                     std::thread::yield_now();
@@ -196,7 +201,7 @@ mod tests {
                 let generation = current.load(Ordering::Acquire);
                 if let Ok(bytes) = Slot::of_words(&words, &generations, generation).read() {
                     assert!(
-                        bytes.iter().all(|&byte| u64::from(byte) == generation / 2),
+                        bytes.iter().all(|&byte| byte == mark(generation)),
                         "torn or late"
                     );
                 }
