@@ -5,17 +5,20 @@
 
 #[path = "golden/model.rs"]
 mod model;
+#[path = "golden/plans.rs"]
+mod plans;
 
 use std::path::PathBuf;
 
 use serde_json::Value;
 use velox_engine::step::{
     DecodeRow, LogitsWanted, PrefillChunk, PrefillGoal, RowId, Runner, ScorePart, ScoredPosition,
-    StepPlan,
+    StepOutcome, StepPlan,
 };
 use velox_kernels::label::BackendLabel;
 
-use model::{load_model, model_path, open, run, score_window};
+use model::{load_model, model_path};
+use plans::{open, run};
 
 const WINDOW: usize = 512;
 /// Mean negative log-likelihood of windows 0, of 0 and 1, and of 0 to 15.
@@ -77,6 +80,30 @@ fn alice() -> (usize, Vec<u32>) {
         2,
         serde_json::from_str(include_str!("golden/alice_ids.json")).unwrap(),
     )
+}
+
+/// Scores a window from an empty cache in one chunk, and closes its row.
+fn score_window(runner: &mut dyn Runner, window: &[u32], part: ScorePart) -> StepOutcome {
+    let row = RowId(1 << 40);
+    let outcome = run(
+        runner,
+        StepPlan {
+            open_rows: vec![open(row, window.len(), 0)],
+            prefill: Some(PrefillChunk {
+                row,
+                start: 0,
+                token_ids: window.to_vec(),
+                goal: PrefillGoal::Score(part),
+            }),
+            ..StepPlan::default()
+        },
+    );
+    let closed = StepPlan {
+        close_rows: vec![row],
+        ..StepPlan::default()
+    };
+    run(runner, closed);
+    outcome
 }
 
 /// Every position of the first window, the second half of the others; as the golden vectors were made.
