@@ -175,7 +175,7 @@ mod tests {
 
     #[test]
     fn a_reader_never_gets_bytes_of_a_later_lease() {
-        let (rounds, length) = if cfg!(miri) { (6, 16) } else { (1500, 4096) };
+        let (rounds, length) = if cfg!(miri) { (6, 16) } else { (500, 4096) };
         // Of one lease all bytes are the same, and the next ones have others.
         let mark = |generation: u64| u8::try_from(generation / 2 % 251).unwrap();
         let (words, generations) = (zeroes(length), zeroes(2));
