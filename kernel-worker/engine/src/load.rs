@@ -2,15 +2,18 @@
 
 use std::path::Path;
 
+use velox_kernels::cpu::CpuKernelSet;
 use velox_kernels::label::BackendLabel;
 use velox_kernels::ran::Device;
 use velox_kvcache::{KvMethod, KvShape, PageBudget};
 
 use crate::backend::Backend;
+use crate::backend::cpu::CpuBackend;
 use crate::backend::reference::ReferenceBackend;
 use crate::error::EngineError;
 use crate::files::{self, ModelSource, TokenizerSource};
 use crate::graph::Transformer;
+use crate::probe::ProbeCase;
 use crate::spec::ModelSpec;
 use crate::step::{Engine, Runner};
 
@@ -91,7 +94,8 @@ impl std::fmt::Debug for LoadedModel {
     }
 }
 
-/// Opens a GGUF file or a Hugging Face folder and prepares it for a backend.
+/// Opens a GGUF file or a Hugging Face folder and prepares it for a backend. A backend is available if every stage
+/// that the model needs passes its probe; without a choice the strongest available one is taken.
 ///
 /// # Errors
 /// [`EngineError`] by what is wrong with the file or missing on this machine.
@@ -102,17 +106,59 @@ pub fn load(
 ) -> Result<LoadedModel, EngineError> {
     let source = files::open(path, report)?;
     let budget = PageBudget::new(options.cache_limit_bytes);
+    let unavailable = |label: BackendLabel, reason: String| EngineError::BackendUnavailable {
+        backend: label.name(),
+        reason,
+    };
     match options.backend {
-        None | Some(BackendLabel::Reference) => assemble(
-            source,
-            ReferenceBackend::new(options.threads, budget),
-            report,
-        ),
-        Some(label) => Err(EngineError::BackendUnavailable {
-            backend: label.name(),
-            reason: "it is not part of this build".to_owned(),
-        }),
+        Some(BackendLabel::Reference) => {}
+        None | Some(BackendLabel::Cpu) => {
+            match probed_cpu(&source.tensor_types, options.threads, &budget) {
+                Ok(backend) => return assemble(source, backend, report),
+                Err(_) if options.backend.is_none() => {}
+                Err(reason) => return Err(unavailable(BackendLabel::Cpu, reason)),
+            }
+        }
+        Some(label) => {
+            return Err(unavailable(
+                label,
+                "it is not part of this build".to_owned(),
+            ));
+        }
     }
+    let backend = ReferenceBackend::new(options.threads, budget);
+    assemble(source, backend, report)
+}
+
+/// Makes a `CPU` backend if every stage that the model needs comes out right on this machine, or says why not.
+fn probed_cpu(
+    tensor_types: &[&'static str],
+    threads: usize,
+    budget: &PageBudget,
+) -> Result<CpuBackend, String> {
+    let kernels = CpuKernelSet::detect();
+    let mut backend =
+        CpuBackend::new(kernels, threads, budget.clone()).map_err(|error| error.to_string())?;
+    let mut oracle = ReferenceBackend::new(1, budget.clone());
+    let needed = |case: &ProbeCase| {
+        case.block_type
+            .is_none_or(|block_type| tensor_types.contains(&block_type.name()))
+    };
+    for case in ProbeCase::all().iter().filter(|case| needed(case)) {
+        let (stage, dtype) = (case.stage, case.dtype());
+        let outcome = case
+            .run(&mut backend, &mut oracle)
+            .map_err(|error| format!("{stage:?} of {dtype} by {}: {error}", kernels.name()))?;
+        if !outcome.is_right() {
+            return Err(format!(
+                "{stage:?} of {dtype} by {} is off by {:e}, limit is {:e}",
+                kernels.name(),
+                outcome.max_error,
+                outcome.tolerance
+            ));
+        }
+    }
+    Ok(backend)
 }
 
 /// Hands a checked source to a backend.

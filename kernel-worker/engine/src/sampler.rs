@@ -183,13 +183,12 @@ fn score_checked(logits: &[f32], next_token: Option<u32>, top_n: usize) -> Score
 /// A row that holds NaN or infinity has no meaningful maximum: an error, never a silent choice.
 fn check_row(logits: &[f32]) -> Result<(), EngineError> {
     // Without an early exit, so that the compiler vectorises it.
+    let is_broken = |logit: f32| logit.is_nan() | (logit == f32::INFINITY);
     let broken = logits
         .iter()
-        .fold(false, |broken, logit| broken | !(*logit < f32::INFINITY));
+        .fold(false, |broken, logit| broken | is_broken(*logit));
     if broken {
-        let found = logits
-            .iter()
-            .position(|logit| logit.is_nan() || *logit == f32::INFINITY);
+        let found = logits.iter().position(|logit| is_broken(*logit));
         return Err(EngineError::Numeric(match found {
             Some(token_id) => format!("logit of token {token_id} is {}", logits[token_id]),
             None => "a logit is not a number".to_owned(),

@@ -1,4 +1,10 @@
 //! The sampler against a brute-force oracle in f64.
+#![expect(
+    clippy::unwrap_used,
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a test fails by panicking; its numbers are small"
+)]
 
 use proptest::prelude::*;
 use velox_engine::backend::ScoreRequest;
