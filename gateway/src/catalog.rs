@@ -35,6 +35,9 @@ struct State {
     entries: BTreeMap<String, Entry>,
     /// Ready processes and what they said.
     workers: BTreeMap<u32, (WorkerKey, Arc<WorkerFacts>)>,
+    /// Processes that were lost before any was ever ready, and why the last one.
+    failed_starts: (u32, String),
+    was_ready: bool,
 }
 
 /// A model that at least one worker has loaded, now or before a restart.
@@ -67,7 +70,7 @@ impl Catalog {
         Self {
             state: Mutex::new(State {
                 entries,
-                workers: BTreeMap::new(),
+                ..State::default()
             }),
             default_model: expected.first().cloned(),
             changes: watch::Sender::new(0),
@@ -83,6 +86,7 @@ impl Catalog {
                 facts,
                 models,
             } => {
+                state.was_ready = true;
                 state
                     .workers
                     .insert(worker.slot, (*worker, Arc::clone(facts)));
@@ -104,9 +108,18 @@ impl Catalog {
                 }
             }
             PoolEvent::ModelFailed { model, fault, .. } => {
-                state.entries.entry(model.clone()).or_default().fault = Some(fault.clone());
+                // A name that nobody expects was asked for at run time: its caller is told.
+                if let Some(entry) = state.entries.get_mut(model) {
+                    entry.fault = Some(fault.clone());
+                }
             }
             PoolEvent::Draining { worker } | PoolEvent::Lost { worker, .. } => {
+                if let PoolEvent::Lost { cause, .. } = event
+                    && !state.was_ready
+                {
+                    state.failed_starts.0 += 1;
+                    state.failed_starts.1 = cause.to_string();
+                }
                 state.workers.retain(|_slot, (key, _facts)| key != worker);
                 for entry in state.entries.values_mut() {
                     if let Some(host) = entry.hosts.get_mut(&worker.slot)
@@ -218,6 +231,22 @@ impl Catalog {
             .iter()
             .map(|(name, entry)| (name.clone(), ready(entry)))
             .collect()
+    }
+
+    /// Returns why the start has failed for good, if it has: a worker could not load a model that no worker has, or
+    /// `limit` processes were lost before one was ready.
+    #[must_use]
+    pub fn start_failure(&self, limit: u32) -> Option<GatewayError> {
+        let state = self.lock();
+        if state.failed_starts.0 >= limit && !state.was_ready {
+            return Some(GatewayError::NoWorkerStarts(state.failed_starts.1.clone()));
+        }
+        let failed = state
+            .entries
+            .values()
+            .filter(|entry| entry.hosts.is_empty())
+            .find_map(|entry| entry.fault.clone())?;
+        Some(failed.into())
     }
 
     /// Returns the processes that are ready.

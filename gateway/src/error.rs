@@ -141,6 +141,9 @@ pub enum GatewayError {
         /// What is wrong with it.
         why: String,
     },
+    /// Workers end before they are ready.
+    #[error("no worker starts: {0}")]
+    NoWorkerStarts(String),
     /// The configuration contradicts itself.
     #[error("{0}")]
     Config(String),
@@ -196,6 +199,7 @@ impl ServiceError for GatewayError {
             | Self::AddressRefused(_)
             | Self::SocketInUse(_)
             | Self::SocketUnsafe { .. }
+            | Self::NoWorkerStarts(_)
             | Self::Config(_)
             | Self::Io { .. } => Reason::Internal,
         }

@@ -12,13 +12,20 @@
 #![forbid(unsafe_code)]
 
 pub mod admission;
+pub mod app;
 pub mod catalog;
+pub mod config;
+pub mod deadline;
 pub mod error;
+pub mod health;
+pub mod listen;
 pub mod planner;
 pub mod policy;
 pub mod pool;
 pub mod request;
 pub mod response;
+pub mod rpc;
 pub mod scheduler;
+pub mod telemetry;
 pub mod text;
 pub mod texts;

@@ -1,0 +1,84 @@
+//! The process: configuration, telemetry, the app, and the reasons to end.
+
+use std::io::{Read as _, Write as _};
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use clap::Parser as _;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+use velox_gateway::app::App;
+use velox_gateway::config::{Arguments, Config};
+use velox_gateway::telemetry::Telemetry;
+
+/// Exit status for an error, as everywhere in Velox.
+const EXIT_ERROR: u8 = 2;
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    match run(&arguments) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // Nobody is left to tell if standard error is gone.
+            let _closed = writeln!(std::io::stderr().lock(), "velox-gateway: {error:#}");
+            ExitCode::from(EXIT_ERROR)
+        }
+    }
+}
+
+#[tokio::main(flavor = "current_thread")]
+async fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    let _telemetry = Telemetry::start(arguments)?;
+    let config = Config::try_from(arguments)?;
+    let grace = config.grace;
+    let mut terminate = signal(SignalKind::terminate()).context("listening for SIGTERM")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("listening for SIGINT")?;
+    let stdin_ended = CancellationToken::new();
+    if arguments.exit_with_stdin {
+        watch_stdin(stdin_ended.clone());
+    }
+    let app = App::start(config).await?;
+    let asked = async {
+        tokio::select! {
+            _ = terminate.recv() => grace,
+            _ = interrupt.recv() => grace,
+            () = stdin_ended.cancelled() => grace,
+            grace = app.closing() => grace,
+        }
+    };
+    let serving = async {
+        tokio::select! {
+            () = app.ready() => announce(&app)?,
+            error = app.failure() => return Err(error.into()),
+        }
+        std::future::pending().await
+    };
+    let outcome = tokio::select! {
+        grace = asked => Ok(grace),
+        failed = serving => failed,
+    };
+    let grace = outcome.as_ref().copied().unwrap_or_default();
+    tokio::select! {
+        () = app.shutdown(grace) => {}
+        // A second signal means now.
+        _ = terminate.recv() => app.abort().await,
+        _ = interrupt.recv() => app.abort().await,
+    }
+    outcome.map(|_grace| ())
+}
+
+/// Tells whoever started us where we serve: one JSON object on one line.
+fn announce(app: &App) -> anyhow::Result<()> {
+    let mut stdout = std::io::stdout().lock();
+    writeln!(stdout, "{}", app.announcement()).context("writing to standard output")?;
+    stdout.flush().context("writing to standard output")
+}
+
+/// Waits for the end of standard input on a thread of its own: a read there cannot be cancelled.
+fn watch_stdin(ended: CancellationToken) {
+    std::thread::spawn(move || {
+        let mut buffer = [0_u8; 256];
+        while matches!(std::io::stdin().lock().read(&mut buffer), Ok(1..)) {}
+        ended.cancel();
+    });
+}
