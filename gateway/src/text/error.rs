@@ -33,8 +33,8 @@ pub enum TextError {
     /// The tokenizer library refused the description or failed on a text.
     #[error("tokenizer failed: {0}")]
     Library(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// The tokenizer library panicked; the description is at fault.
-    #[error("tokenizer panicked, its description is malformed")]
+    /// A library panicked; the description is at fault.
+    #[error("tokenizer or template of the model is malformed: the library for it panicked")]
     LibraryPanicked,
     /// The tokenizer made an id for which the model has no row.
     #[error("tokenizer made token {id}, the model has {limit} tokens")]
@@ -73,6 +73,9 @@ pub enum TextError {
     /// The template failed on these messages.
     #[error("chat template failed: {0}")]
     TemplateFailed(#[source] Box<minijinja::Error>),
+    /// The system has no thread for the template.
+    #[error("no thread for the chat template: {0}")]
+    NoThread(#[source] std::io::Error),
 }
 
 impl ServiceError for TextError {
@@ -92,6 +95,7 @@ impl ServiceError for TextError {
             Self::NoChatTemplate | Self::TemplateRefused(_) | Self::TemplateFailed(_) => {
                 Reason::TemplateFailed
             }
+            Self::NoThread(_) => Reason::Internal,
         }
     }
 

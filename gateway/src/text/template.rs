@@ -10,6 +10,7 @@ mod json;
 mod methods;
 
 use minijinja::syntax::SyntaxConfig;
+use minijinja::value::ValueKind;
 use minijinja::{AutoEscape, Environment, ErrorKind, UndefinedBehavior, Value};
 use velox_proto::worker::v1::TokenizerDescription;
 
@@ -19,10 +20,14 @@ use super::{MAX_TEXT_BYTES, TextError, Tokenizer};
 
 /// Work that one rendering may do: about so many instructions, or 64 times as many bytes. A conversation of a
 /// thousand turns needs a tenth of it.
-const FUEL: u64 = 1_000_000;
+const FUEL: u64 = 300_000;
 
-/// Longest source of a template; the longest published ones have about 20 KiB.
-const MAX_SOURCE_BYTES: usize = 512 * 1024;
+/// Stack of the thread that compiles and renders. The engine walks expressions and values recursively, without a
+/// limit of its own on chains of operators or lists in lists; length of tags and fuel limit them to what fits here.
+const STACK_BYTES: usize = 512 * 1024 * 1024;
+
+/// Longest source of a template; the longest published ones have about 30 KiB.
+const MAX_SOURCE_BYTES: usize = 128 * 1024;
 
 /// Most templates of a model.
 const MAX_TEMPLATES: usize = 64;
@@ -74,11 +79,15 @@ impl ChatTemplates {
             if sources.iter().any(|(known, _)| known == name) {
                 continue;
             }
-            let source = generation::rewrite(&template.source);
-            // The error of a broken template is made anew by `render`.
-            let _ = environment.add_template_owned(name.to_owned(), source.clone());
-            sources.push((name.to_owned(), source));
+            sources.push((name.to_owned(), generation::rewrite(&template.source)?));
         }
+        on_deep_stack(|| {
+            for (name, source) in &sources {
+                // The error of a broken template is made anew by `render`.
+                let _ = environment.add_template_owned(name.clone(), source.clone());
+            }
+            Ok(())
+        })?;
         Ok(Self {
             environment,
             sources,
@@ -115,7 +124,7 @@ impl ChatTemplates {
         let messages = messages.iter().map(|message| {
             Value::from_pairs([("role", &message.role), ("content", &message.content)])
         });
-        self.render_value(messages.collect(), arguments)
+        on_deep_stack(|| self.render_value(messages.collect(), arguments))
     }
 
     /// Renders messages in the form of JSON, for turns with more than role and content.
@@ -127,7 +136,7 @@ impl ChatTemplates {
         messages: &[serde_json::Value],
         arguments: &serde_json::Map<String, serde_json::Value>,
     ) -> Result<String, TextError> {
-        self.render_value(messages.iter().map(from_json).collect(), arguments)
+        on_deep_stack(|| self.render_value(messages.iter().map(from_json).collect(), arguments))
     }
 
     fn render_value(
@@ -205,15 +214,45 @@ fn environment(clock: Clock) -> Environment<'static> {
     environment.set_syntax(syntax);
     environment.set_auto_escape_callback(|_| AutoEscape::None);
     environment.set_undefined_behavior(UndefinedBehavior::Lenient);
+    environment.set_debug(false);
     environment.set_fuel(Some(FUEL));
     environment.set_unknown_method_callback(methods::call);
+    environment.set_formatter(|out, state, value| {
+        if value.kind() == ValueKind::Number && !value.is_integer() {
+            return Ok(write!(out, "{}", json::number(value))?);
+        }
+        minijinja::escape_formatter(out, state, value)
+    });
     environment.add_filter("tojson", json::tojson);
+    // Python asks whether a value can be iterated or indexed, so text and maps are sequences, and nothing is neither.
+    environment.add_test("iterable", |value: &Value| {
+        !value.is_none() && value.try_iter().is_ok()
+    });
+    environment.add_test("sequence", |value: &Value| {
+        let kind = value.kind();
+        matches!(kind, ValueKind::Seq | ValueKind::String | ValueKind::Map) || value.is_undefined()
+    });
     environment.add_function("raise_exception", |message: String| -> Result<Value, _> {
         let error = minijinja::Error::new(ErrorKind::InvalidOperation, message.clone());
         Err(error.with_source(Raised(message)))
     });
     add_clock(&mut environment, clock);
     environment
+}
+
+/// Runs `work` on a thread of its own with room for deep recursion; pages of the stack that are not used cost nothing.
+fn on_deep_stack<T: Send>(
+    work: impl FnOnce() -> Result<T, TextError> + Send,
+) -> Result<T, TextError> {
+    std::thread::scope(|scope| {
+        std::thread::Builder::new()
+            .name("chat-template".to_owned())
+            .stack_size(STACK_BYTES)
+            .spawn_scoped(scope, work)
+            .map_err(TextError::NoThread)?
+            .join()
+            .unwrap_or(Err(TextError::LibraryPanicked))
+    })
 }
 
 fn add_clock(environment: &mut Environment<'static>, clock: Clock) {

@@ -116,7 +116,8 @@ impl Moment {
             month_from_march - 9
         };
         let year = era * 400 + year_of_era + u64::from(month <= 2);
-        let leap = year % 4 == 0 && (year % 100 != 0 || year % 400 == 0);
+        let leap =
+            year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
         let day_of_year = if month <= 2 {
             day_of_march_year - 305
         } else {

@@ -3,8 +3,14 @@
 //! minijinja does not know the tag, so it becomes `{% with %}`, which scopes variables the same way and leaves the
 //! treatment of whitespace around the tags as it is.
 
+use crate::text::TextError;
+use crate::text::token_table::too_large;
+
+/// Longest tag: the engine's work on one expression grows with the square of its length.
+const MAX_TAG_BYTES: usize = 16 * 1024;
+
 /// Replaces the tags; everything else, comments and raw blocks included, stays byte for byte.
-pub(super) fn rewrite(source: &str) -> String {
+pub(super) fn rewrite(source: &str) -> Result<String, TextError> {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
     while let Some(at) = rest.find('{') {
@@ -17,12 +23,16 @@ pub(super) fn rewrite(source: &str) -> String {
             _ => Some(1),
         };
         let Some(length) = length else {
-            // An unfinished tag: the parser will say so.
+            // An unfinished tag: the parser will say so, after reading it to the end.
+            too_large("bytes of one chat template tag", tail.len(), MAX_TAG_BYTES)?;
             rest = tail;
             break;
         };
         let (tag, tail) = tail.split_at(length);
         rest = tail;
+        if !tag.starts_with("{#") {
+            too_large("bytes of one chat template tag", tag.len(), MAX_TAG_BYTES)?;
+        }
         match word(tag) {
             Some("generation") => out.push_str(&tag.replacen("generation", "with", 1)),
             Some("endgeneration") => out.push_str(&tag.replacen("endgeneration", "endwith", 1)),
@@ -37,7 +47,7 @@ pub(super) fn rewrite(source: &str) -> String {
         }
     }
     out.push_str(rest);
-    out
+    Ok(out)
 }
 
 /// The only word of a block tag, if it has just one.
@@ -85,12 +95,12 @@ fn end_of_raw(text: &str) -> usize {
 mod tests {
     use proptest::prelude::*;
 
-    use super::rewrite;
+    use super::{MAX_TAG_BYTES, rewrite};
 
     #[test]
     fn only_the_tags_change() {
         assert_eq!(
-            rewrite("a{%- generation -%}b{% endgeneration %}c"),
+            rewrite("a{%- generation -%}b{% endgeneration %}c").unwrap(),
             "a{%- with -%}b{% endwith %}c"
         );
         for same in [
@@ -103,8 +113,15 @@ mod tests {
             "{",
             "{ é {",
         ] {
-            assert_eq!(rewrite(same), same);
+            assert_eq!(rewrite(same).unwrap(), same);
         }
+    }
+
+    #[test]
+    fn an_endless_expression_is_refused() {
+        let chain = "1~".repeat(MAX_TAG_BYTES / 2);
+        assert!(rewrite(&format!("{{{{ {chain}1 }}}}")).is_err());
+        assert!(rewrite(&format!("{{{{ {chain}")).is_err());
     }
 
     proptest! {

@@ -172,7 +172,7 @@ impl Writer<'_, '_> {
 }
 
 /// A number as Python's `repr` has it.
-fn number(value: &Value) -> String {
+pub(super) fn number(value: &Value) -> String {
     if value.is_integer() {
         return value.to_string();
     }

@@ -100,12 +100,9 @@ fn python_lines(text: &str) -> Value {
     ]) {
         let (line, tail) = rest.split_at(at);
         lines.push(Value::from(line));
-        let end = tail.chars().next().map_or(0, char::len_utf8);
-        rest = if tail.starts_with("\r\n") {
-            &tail[2..]
-        } else {
-            &tail[end..]
-        };
+        let mut end = tail.chars();
+        end.next();
+        rest = tail.strip_prefix("\r\n").unwrap_or(end.as_str());
     }
     if !rest.is_empty() {
         lines.push(Value::from(rest));
