@@ -35,8 +35,6 @@ pub struct Plan {
     environment: Vec<(String, OsString)>,
     folder: TempDir,
     socket: PathBuf,
-    /// Folder with programs under other names, if there is one.
-    installation: Option<TempDir>,
 }
 
 impl Plan {
@@ -60,26 +58,16 @@ impl Plan {
     /// # Errors
     /// If a program is missing.
     pub fn fake(modes: &str) -> anyhow::Result<Self> {
-        let (gateway, fake) = (program("velox-gateway")?, program("velox-fake-worker")?);
-        // A gateway starts the worker that lies beside it, so a folder with a false one is an installation.
-        let beside = gateway.parent().context("the gateway has no folder")?;
-        let installation = tempfile::Builder::new()
-            .prefix("velox-e2e-")
-            .tempdir_in(beside)?;
-        let program = installation.path().join("velox-gateway");
-        link(&gateway, &program)?;
-        link(&fake, &installation.path().join("velox-kernel-worker"))?;
-        let model = installation.path().join("fake.gguf");
+        let fake = program("velox-fake-worker")?;
+        let plan = Self::bare(program("velox-gateway")?)?;
+        let model = plan.folder.path().join("fake.gguf");
         std::fs::write(&model, b"GGUF")?;
-        let state = installation.path().join("processes");
+        let state = plan.folder.path().join("processes");
         std::fs::create_dir(&state)?;
         let mut source = model.into_os_string();
         source.push(format!("={MODEL}"));
-        let plan = Self {
-            installation: Some(installation),
-            ..Self::bare(program)?
-        };
         Ok(plan
+            .argument("--worker-program", fake)
             .argument("--model", source)
             .environment("VELOX_FAKE", modes)
             .environment("VELOX_FAKE_STATE", state))
@@ -98,7 +86,6 @@ impl Plan {
             environment: Vec::new(),
             socket: folder.path().join("gateway.sock"),
             folder,
-            installation: None,
         })
     }
 
@@ -137,6 +124,8 @@ impl Plan {
             .args(&self.arguments)
             .arg("--socket")
             .arg(&self.socket)
+            // What the person who runs the tests serves is not under test.
+            .env_remove("VELOX_MODEL")
             .envs(self.environment.iter().map(|(name, value)| (name, value)));
         command
     }
@@ -186,7 +175,6 @@ impl Plan {
             endpoint,
             ready,
             folder: self.folder,
-            _installation: self.installation,
         })
     }
 }
@@ -216,13 +204,12 @@ impl Drop for Started {
 /// A gateway that serves on a Unix socket of its own.
 #[derive(Debug)]
 pub struct Gateway {
-    // Dropped in this order: the folders go after the processes that use them.
+    // Dropped in this order: the folder goes after the process that uses it.
     started: Started,
     client: Client,
     endpoint: Endpoint,
     ready: Value,
     folder: TempDir,
-    _installation: Option<TempDir>,
 }
 
 impl Gateway {
@@ -373,12 +360,4 @@ impl Gateway {
         let child = &mut self.started.child;
         eventually("the gateway to end", async || Ok(child.try_wait()?)).await
     }
-}
-
-/// Puts a program into a folder under another name.
-fn link(from: &Path, to: &Path) -> anyhow::Result<()> {
-    if std::fs::hard_link(from, to).is_err() {
-        std::fs::copy(from, to).with_context(|| from.display().to_string())?;
-    }
-    Ok(())
 }
