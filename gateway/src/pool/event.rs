@@ -122,8 +122,8 @@ pub enum LossCause {
     /// It closed a channel and did not exit; it was killed.
     #[error("worker closed its step channel")]
     ChannelClosed,
-    /// The socket of its step channel failed, or a plan did not fit a frame; it was killed.
-    #[error("step channel of the worker failed: {0}")]
+    /// A channel to it failed, or a plan did not fit a frame; it was killed.
+    #[error("channel to the worker failed: {0}")]
     ChannelFailed(String),
     /// Its evidence did not hold; it was killed.
     #[error("worker is quarantined: {0}")]

@@ -153,10 +153,12 @@ impl Supervisor {
         };
         let ended = match prepared {
             Ok(prepared) => self.serve(prepared, &mut process).await,
-            // A broken channel may be the first sign of an exit, which then tells more.
-            Err(failed @ LossCause::HandshakeFailed(_)) => {
+            // A broken channel may be the first sign of an exit, which then tells more; unless it is the
+            // consequence of our closing the channels.
+            Err(failed @ (LossCause::ChannelClosed | LossCause::ChannelFailed(_))) => {
                 let exit = process.end_by_itself(EXIT_AFTER_HANDSHAKE_LIMIT).await;
-                Ended::unhealthy(exit.unwrap_or(failed))
+                let telling = exit.filter(|exit| *exit != LossCause::Exited(0));
+                Ended::unhealthy(telling.unwrap_or(failed))
             }
             Err(cause) => {
                 end(&mut process, &cause, shared.config.timeouts.grace).await;
@@ -233,6 +235,10 @@ impl Handshake<'_> {
             .map_err(|error| match error {
                 PoolError::NotBelieved(facts) if facts.is_lie() => Violation::from(facts).into(),
                 PoolError::NotAttested(violation) => violation.into(),
+                PoolError::WorkerLost(_) => LossCause::ChannelClosed,
+                PoolError::Refused(fault) if is_loss(fault.reason) => {
+                    LossCause::ChannelFailed(fault.to_string())
+                }
                 other => LossCause::HandshakeFailed(other.to_string()),
             })
     }
