@@ -6,7 +6,7 @@
 use super::blame::{Blame, excerpt};
 use super::gguf::{Metadata, Value};
 use super::rope::{RopeScaling, Yarn, inverse_frequencies};
-use super::sizes::{check_spec, to_f32};
+use super::sizes::{check_head_dim, check_layers, check_spec, to_f32};
 use crate::error::EngineError;
 use crate::spec::{Architecture, ModelSpec, RopePairing, RopeSpec};
 
@@ -120,6 +120,7 @@ impl<'a> SpecReader<'a> {
                 )));
             }
         };
+        check_head_dim(head_dim, self.blame)?;
         let rotated = self.optional_size("rope.dimension_count")?;
         if rotated.is_some_and(|rotated| rotated != head_dim) {
             return Err(self.unsupported_pair(
@@ -137,6 +138,7 @@ impl<'a> SpecReader<'a> {
         let head_dim = self.head_dim()?;
         let n_heads = self.size("attention.head_count")?;
         let n_layers = self.size("block_count")?;
+        check_layers(n_layers, self.blame)?;
         let context_length = self.size("context_length")?;
         let epsilon = self
             .metadata
@@ -219,13 +221,10 @@ impl<'a> SpecReader<'a> {
         if !matches!(self.metadata.get(&key), Some(Value::Array(_))) {
             return Ok(self.optional_size(NAME)?.unwrap_or(n_heads));
         }
-        let per_layer = self.metadata.unsigned_array(&key)?.unwrap_or_default();
-        if per_layer.len() != n_layers {
-            return Err(self.blame.invalid(format!(
-                "{key} has {} entries, the model has {n_layers} layers",
-                per_layer.len()
-            )));
-        }
+        let per_layer = self
+            .metadata
+            .unsigned_array(&key, n_layers)?
+            .unwrap_or_default();
         match per_layer.split_first() {
             Some((first, rest)) if rest.iter().all(|count| count == first) => {
                 usize::try_from(*first)

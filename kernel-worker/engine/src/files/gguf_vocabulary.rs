@@ -8,6 +8,8 @@ use crate::error::EngineError;
 
 const CONTROL: u32 = 3;
 const MAX_TOKEN_TYPE: u32 = 6;
+/// Far above any vocabulary of today (a few 100,000).
+const MAX_MERGES: usize = 1 << 22;
 const DEFAULT_TEMPLATE: &str = "default";
 
 /// Reads vocabulary, templates and end tokens of a model with `vocab_size` embedding rows.
@@ -55,14 +57,15 @@ impl VocabularyReader<'_> {
         }
         let tokens = self
             .metadata
-            .texts("tokenizer.ggml.tokens")?
-            .ok_or_else(|| self.blame.invalid("tokenizer.ggml.tokens is missing"))?;
-        if tokens.is_empty() || u32::try_from(tokens.len()).is_ok_and(|count| count > vocab_size) {
-            return Err(self.blame.invalid(format!(
-                "tokenizer.ggml.tokens has {} entries, must have 1 to {vocab_size}, the rows of the embedding",
-                tokens.len()
-            )));
-        }
+            .texts(
+                "tokenizer.ggml.tokens",
+                usize::try_from(vocab_size).unwrap_or(usize::MAX),
+            )?
+            .filter(|tokens| !tokens.is_empty())
+            .ok_or_else(|| {
+                self.blame
+                    .invalid("tokenizer.ggml.tokens is missing or empty")
+            })?;
         let token_types = self.token_types(tokens.len())?;
         let scores = self.scores(tokens.len())?;
         if model == "llama" && scores.is_empty() {
@@ -93,10 +96,9 @@ impl VocabularyReader<'_> {
 
     fn token_types(&self, n_tokens: usize) -> Result<Vec<u32>, EngineError> {
         const KEY: &str = "tokenizer.ggml.token_type";
-        let Some(types) = self.metadata.unsigned_array(KEY)? else {
+        let Some(types) = self.metadata.unsigned_array(KEY, n_tokens)? else {
             return Ok(Vec::new());
         };
-        self.check_length(KEY, types.len(), n_tokens)?;
         types
             .into_iter()
             .map(|kind| {
@@ -114,10 +116,9 @@ impl VocabularyReader<'_> {
 
     fn scores(&self, n_tokens: usize) -> Result<Vec<f32>, EngineError> {
         const KEY: &str = "tokenizer.ggml.scores";
-        let Some(scores) = self.metadata.float_array(KEY)? else {
+        let Some(scores) = self.metadata.float_array(KEY, n_tokens)? else {
             return Ok(Vec::new());
         };
-        self.check_length(KEY, scores.len(), n_tokens)?;
         if scores.iter().any(|score| score.is_nan()) {
             return Err(self
                 .blame
@@ -132,9 +133,8 @@ impl VocabularyReader<'_> {
 
     fn merges(&self) -> Result<Vec<String>, EngineError> {
         const KEY: &str = "tokenizer.ggml.merges";
-        let merges = self.metadata.texts(KEY)?.unwrap_or_default();
-        // The right part may itself contain a space only in vocabularies that are not byte level; the first after
-        // the left part's first character separates.
+        let merges = self.metadata.texts(KEY, MAX_MERGES)?.unwrap_or_default();
+        // The left part has at least one character, so a space in first place cannot be the one between the parts.
         let broken = merges.iter().position(|merge| {
             let mut characters = merge.char_indices();
             characters.next();
@@ -147,15 +147,6 @@ impl VocabularyReader<'_> {
                 excerpt(&merges[index])
             ))),
         }
-    }
-
-    fn check_length(&self, key: &str, found: usize, expected: usize) -> Result<(), EngineError> {
-        if found == expected {
-            return Ok(());
-        }
-        Err(self.blame.invalid(format!(
-            "{key} has {found} entries, tokenizer.ggml.tokens has {expected}"
-        )))
     }
 
     fn special(&self, name: &str, vocab_size: u32) -> Result<Option<u32>, EngineError> {

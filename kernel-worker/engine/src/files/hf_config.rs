@@ -6,7 +6,7 @@ use super::assemble::{Bias, Head, Optional};
 use super::blame::{Blame, excerpt};
 use super::hf_rope;
 use super::json_fields::Fields;
-use super::sizes::{check_spec, to_f32};
+use super::sizes::{check_head_dim, check_layers, check_spec, to_f32};
 use crate::error::EngineError;
 use crate::spec::{Architecture, ModelSpec};
 
@@ -181,6 +181,8 @@ fn read_spec(config: &Fields<'_>, family: Family, blame: &Blame) -> Result<Model
                 ))
             })?,
     };
+    check_layers(n_layers, blame)?;
+    check_head_dim(head_dim, blame)?;
     Ok(ModelSpec {
         architecture: family.architecture(),
         hidden_size,

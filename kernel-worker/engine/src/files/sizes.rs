@@ -16,31 +16,23 @@ const MAX_CONTEXT: usize = 1 << 30;
 /// # Errors
 /// [`EngineError::InvalidModel`] naming the size, its limit and its value.
 pub(super) fn check_spec(spec: &ModelSpec, blame: &Blame) -> Result<(), EngineError> {
+    check_layers(spec.n_layers, blame)?;
+    check_head_dim(spec.head_dim, blame)?;
     let sizes = [
-        ("number of layers", spec.n_layers, MAX_LAYERS),
         ("number of heads", spec.n_heads, MAX_HEADS),
         ("number of key/value heads", spec.n_kv_heads, MAX_HEADS),
-        ("head dimension", spec.head_dim, MAX_HEAD_DIM),
         ("hidden size", spec.hidden_size, MAX_FEATURES),
         ("intermediate size", spec.intermediate_size, MAX_FEATURES),
         ("vocabulary size", spec.vocab_size, MAX_VOCABULARY),
         ("context length", spec.context_length, MAX_CONTEXT),
     ];
     for (name, value, limit) in sizes {
-        if value == 0 || value > limit {
-            return Err(blame.invalid(format!("{name} is {value}, limit is 1 to {limit}")));
-        }
+        check_size(name, value, limit, blame)?;
     }
     if !spec.n_heads.is_multiple_of(spec.n_kv_heads) {
         return Err(blame.invalid(format!(
             "number of heads is {}, no multiple of the {} key/value heads",
             spec.n_heads, spec.n_kv_heads
-        )));
-    }
-    if !spec.head_dim.is_multiple_of(2) {
-        return Err(blame.invalid(format!(
-            "head dimension is {}, rotary embedding needs an even one",
-            spec.head_dim
         )));
     }
     let epsilon = spec.rms_norm_eps;
@@ -63,6 +55,29 @@ pub(super) fn check_spec(spec: &ModelSpec, blame: &Blame) -> Result<(), EngineEr
         return Err(blame.invalid(format!(
             "attention factor of the rotary embedding is {factor}, must be positive and finite"
         )));
+    }
+    Ok(())
+}
+
+/// Checks the number of layers before anything is read per layer.
+pub(super) fn check_layers(n_layers: usize, blame: &Blame) -> Result<(), EngineError> {
+    check_size("number of layers", n_layers, MAX_LAYERS, blame)
+}
+
+/// Checks the length of a head before its frequencies are computed.
+pub(super) fn check_head_dim(head_dim: usize, blame: &Blame) -> Result<(), EngineError> {
+    check_size("head dimension", head_dim, MAX_HEAD_DIM, blame)?;
+    if !head_dim.is_multiple_of(2) {
+        return Err(blame.invalid(format!(
+            "head dimension is {head_dim}, rotary embedding needs an even one"
+        )));
+    }
+    Ok(())
+}
+
+fn check_size(name: &str, value: usize, limit: usize, blame: &Blame) -> Result<(), EngineError> {
+    if value == 0 || value > limit {
+        return Err(blame.invalid(format!("{name} is {value}, limit is 1 to {limit}")));
     }
     Ok(())
 }

@@ -212,7 +212,7 @@ fn metadata_that_would_compute_another_model() {
         (
             "head counts for other layers",
             |file| file.set("llama.attention.head_count_kv", Value::U32s(vec![1, 1, 1])),
-            &["head_count_kv has 3 entries", "1 layers"],
+            &["head_count_kv has 3 entries, must have 1"],
         ),
         (
             "head counts as text",
@@ -239,6 +239,21 @@ fn metadata_that_would_compute_another_model() {
             "layers without end",
             |file| file.set("llama.block_count", Value::U64(u64::MAX)),
             &["number of layers", "limit is 1 to 1024"],
+        ),
+        (
+            "a head without end",
+            |file| file.set("llama.attention.key_length", Value::U64(u64::MAX)),
+            &["head dimension", "limit is 1 to 1024"],
+        ),
+        (
+            "a hidden size without end",
+            |file| file.set("llama.embedding_length", Value::U64(u64::MAX - 1)),
+            &["head dimension", "limit is 1 to 1024"],
+        ),
+        (
+            "an odd head",
+            |file| file.set("llama.attention.key_length", Value::U32(3)),
+            &["head dimension is 3", "even"],
         ),
         (
             "negative layers",
@@ -333,7 +348,7 @@ fn tokenizers_that_do_not_fit() {
                 let texts = vec!["a".to_owned(); VOCABULARY + 1];
                 file.set("tokenizer.ggml.tokens", Value::Texts(texts));
             },
-            &["tokenizer.ggml.tokens has 7 entries", "1 to 6"],
+            &["tokenizer.ggml.tokens has 7 entries, limit is 6"],
         ),
         (
             "tokens that are not UTF-8",
@@ -348,7 +363,7 @@ fn tokenizers_that_do_not_fit() {
         (
             "types of other tokens",
             |file| file.set("tokenizer.ggml.token_type", Value::I32s(vec![1; 5])),
-            &["tokenizer.ggml.token_type has 5 entries", "has 6"],
+            &["tokenizer.ggml.token_type has 5 entries, must have 6"],
         ),
         (
             "unknown token type",

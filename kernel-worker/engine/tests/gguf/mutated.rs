@@ -22,9 +22,9 @@ fn assert_sound(gguf: &Gguf<'_>, file_bytes: usize) {
         let _ = gguf.metadata().unsigned(key);
         let _ = gguf.metadata().float(key);
         let _ = gguf.metadata().text(key);
-        let _ = gguf.metadata().texts(key);
-        let _ = gguf.metadata().unsigned_array(key);
-        let _ = gguf.metadata().float_array(key);
+        let _ = gguf.metadata().texts(key, 6);
+        let _ = gguf.metadata().unsigned_array(key, 6);
+        let _ = gguf.metadata().float_array(key, 6);
     }
 }
 

@@ -59,16 +59,15 @@ impl<'a> Array<'a> {
         self.count == 0
     }
 
-    fn strings(self) -> Option<impl Iterator<Item = &'a [u8]>> {
-        (self.element == ValueType::Text).then(|| {
-            let mut rest = self.bytes;
-            std::iter::from_fn(move || {
-                let (length, after) = rest.split_first_chunk::<8>()?;
-                let length = usize::try_from(u64::from_le_bytes(*length)).ok()?;
-                let (text, after) = after.split_at_checked(length)?;
-                rest = after;
-                Some(text)
-            })
+    /// Splits the body of an array of strings.
+    fn strings(self) -> impl Iterator<Item = &'a [u8]> {
+        let mut rest = self.bytes;
+        std::iter::from_fn(move || {
+            let (length, after) = rest.split_first_chunk::<8>()?;
+            let length = usize::try_from(u64::from_le_bytes(*length)).ok()?;
+            let (text, after) = after.split_at_checked(length)?;
+            rest = after;
+            Some(text)
         })
     }
 
@@ -161,19 +160,25 @@ impl<'a> Metadata<'a> {
         })
     }
 
-    /// Reads an array of texts.
+    /// Reads an array of at most `limit` texts.
     ///
     /// # Errors
-    /// As [`Metadata::unsigned`].
-    pub fn texts(&self, key: &str) -> Result<Option<Vec<String>>, EngineError> {
-        let array = self.typed(key, "an array of strings", |value| match value {
-            Value::Array(array) => array.strings(),
-            _ => None,
+    /// As [`Metadata::unsigned`], or if it is longer.
+    pub fn texts(&self, key: &str, limit: usize) -> Result<Option<Vec<String>>, EngineError> {
+        let array = self.array(key, "an array of strings", |array| {
+            (array.element == ValueType::Text).then_some(array)
         })?;
-        let Some(strings) = array else {
+        let Some(array) = array else {
             return Ok(None);
         };
-        strings
+        if array.len() > limit {
+            return Err(self.blame.invalid(format!(
+                "{key} has {} entries, limit is {limit}",
+                array.len()
+            )));
+        }
+        array
+            .strings()
             .enumerate()
             .map(|(index, bytes)| {
                 std::str::from_utf8(bytes)
@@ -184,30 +189,57 @@ impl<'a> Metadata<'a> {
             .map(Some)
     }
 
-    /// Reads an array of integers that are not negative.
+    /// Reads an array of `length` integers that are not negative.
     ///
     /// # Errors
-    /// As [`Metadata::unsigned`].
-    pub fn unsigned_array(&self, key: &str) -> Result<Option<Vec<u64>>, EngineError> {
-        self.typed(key, "an array of unsigned integers", |value| match value {
-            Value::Array(array) => array.scalars()?.map(as_unsigned).collect(),
-            _ => None,
+    /// As [`Metadata::unsigned`], or if it has another length.
+    pub fn unsigned_array(
+        &self,
+        key: &str,
+        length: usize,
+    ) -> Result<Option<Vec<u64>>, EngineError> {
+        self.check_length(key, length)?;
+        self.array(key, "an array of unsigned integers", |array| {
+            array.scalars()?.map(as_unsigned).collect()
         })
     }
 
-    /// Reads an array of floats.
+    /// Reads an array of `length` floats.
     ///
     /// # Errors
-    /// As [`Metadata::unsigned`].
-    pub fn float_array(&self, key: &str) -> Result<Option<Vec<f64>>, EngineError> {
-        self.typed(key, "an array of floats", |value| match value {
-            Value::Array(array) => array
+    /// As [`Metadata::unsigned`], or if it has another length.
+    pub fn float_array(&self, key: &str, length: usize) -> Result<Option<Vec<f64>>, EngineError> {
+        self.check_length(key, length)?;
+        self.array(key, "an array of floats", |array| {
+            array
                 .scalars()?
                 .map(|value| match value {
                     Value::Float(value) => Some(value),
                     _ => None,
                 })
-                .collect(),
+                .collect()
+        })
+    }
+
+    /// Lengths are checked before elements are collected, which take more room here than in the file.
+    fn check_length(&self, key: &str, length: usize) -> Result<(), EngineError> {
+        match self.get(key) {
+            Some(Value::Array(array)) if array.len() != length => Err(self.blame.invalid(format!(
+                "{key} has {} entries, must have {length}",
+                array.len()
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    fn array<T>(
+        &self,
+        key: &str,
+        expected: &str,
+        read: impl FnOnce(Array<'a>) -> Option<T>,
+    ) -> Result<Option<T>, EngineError> {
+        self.typed(key, expected, |value| match value {
+            Value::Array(array) => read(array),
             _ => None,
         })
     }
