@@ -4,6 +4,7 @@
 //! SIMD backend computes in the call; a lazy one records a graph and evaluates when logits are read. What a
 //! token's stage returns must not depend on the other tokens of the batch (`REFERENCE` and `CPU`: bit for bit).
 
+pub mod cpu;
 pub mod reference;
 
 use std::fmt::Debug;
