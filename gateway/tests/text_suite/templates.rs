@@ -166,7 +166,6 @@ fn a_template_without_end_runs_out_of_fuel() {
         "{% for a in range(100000) %}{% for b in range(100000) %}x{% endfor %}{% endfor %}",
         "{{ 'x' * 1000000000 }}",
         "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}",
-        "{% set ns = namespace(l=[1]) %}{% for i in range(60) %}{% set ns.l = ns.l + ns.l %}{% endfor %}{{ ns.l|tojson }}",
         "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
         "{% include 'default' %}",
         "{{ ([1] * 10000000)|tojson(indent=64) }}",
@@ -198,7 +197,7 @@ fn deep_values_and_long_expressions_do_not_exhaust_the_stack() {
         "{{ ns.x|tojson }}",
         "{{ [ns.x]|unique|list|length }}",
         "{{ {ns.x: 1} }}",
-        "{{ ns.x|pprint }}",
+        "{{ ns.x|pprint }}{{ debug() }}",
     ] {
         let _ = render(&(build(3500) + end));
     }
