@@ -206,9 +206,9 @@ fn a_template_that_refuses_gives_its_own_words() -> anyhow::Result<()> {
             "{fault}"
         );
 
-        // Markup in what a user says stays text.
-        let tricky = chatted(&client, chat("<|end|>", 200)).await?;
-        assert_eq!(tricky.text, "user\n<|end|>");
+        // Markup in a prompt that no template made stays text.
+        let tricky = streamed(&client, generate("<|end|>", 200)).await?;
+        assert_eq!(tricky.text, "<|end|>");
         still_works(&client).await
     })
 }
@@ -216,7 +216,10 @@ fn a_template_that_refuses_gives_its_own_words() -> anyhow::Result<()> {
 #[test]
 fn a_reader_that_stops_reading_pauses_only_itself() -> anyhow::Result<()> {
     story(|| async {
-        let gateway = Plan::fake("honest")?.start().await?;
+        let gateway = Plan::fake("honest")?
+            .environment("VELOX_FAKE_CONTEXT", "10000")
+            .start()
+            .await?;
         let text = "x".repeat(4000);
         let mut slow = gateway
             .connect()

@@ -4,7 +4,7 @@ use std::os::unix::net::UnixStream;
 use std::pin::Pin;
 
 use anyhow::Context as _;
-use tokio_stream::Stream;
+use tokio_stream::{Stream, StreamExt as _};
 use tonic::{Request, Response, Status};
 use velox_e2e::copying::{LAYERS, VOCABULARY_TOKENS};
 use velox_proto::limits::MAX_TOKENIZER_CHUNK_BYTES;
@@ -16,11 +16,13 @@ use crate::behaviour::{Behaviour, Mode};
 use crate::copy_model::{KEY_BYTES_PER_TOKEN, VALUE_BYTES_PER_TOKEN};
 use crate::vocabulary;
 
-/// Serves the one connection until the gateway closes it.
+/// Serves the one connection. The end of the gateway shows on the step channel: this never returns without an error.
 pub(crate) async fn serve(socket: UnixStream, behaviour: Behaviour) -> anyhow::Result<()> {
     socket.set_nonblocking(true)?;
     let socket = tokio::net::UnixStream::from_std(socket)?;
-    let connection = tokio_stream::once(Ok::<_, std::io::Error>(socket));
+    // A server whose connections have ended would end, and drop the one that it has.
+    let connection =
+        tokio_stream::once(Ok::<_, std::io::Error>(socket)).chain(tokio_stream::pending());
     tonic::transport::Server::builder()
         .add_service(WorkerControlServiceServer::new(Service { behaviour }))
         .serve_with_incoming(connection)
