@@ -14,12 +14,14 @@ mod plans;
 #[path = "invariance/tiny.rs"]
 mod tiny;
 
+use velox_engine::backend::cpu::CpuBackend;
 use velox_engine::backend::reference::ReferenceBackend;
 use velox_engine::sampler::SamplingParameters;
 use velox_engine::step::{
     DecodeRow, LogitsWanted, OpenRow, PrefillChunk, PrefillGoal, RowId, RowOutput, Runner,
     SampledToken, ScorePart, StepOutcome, StepPlan,
 };
+use velox_kernels::cpu::CpuKernelSet;
 use velox_kernels::label::BackendLabel;
 use velox_kvcache::PageBudget;
 
@@ -36,6 +38,13 @@ const GENERATED: RowId = RowId(8);
 fn reference(family: Family) -> impl Fn(usize) -> Box<dyn Runner> {
     move |threads| {
         let backend = ReferenceBackend::new(threads, PageBudget::new(1 << 28));
+        Box::new(tiny::engine(family, backend))
+    }
+}
+
+fn cpu(family: Family, kernels: CpuKernelSet) -> impl Fn(usize) -> Box<dyn Runner> {
+    move |threads| {
+        let backend = CpuBackend::new(kernels, threads, PageBudget::new(1 << 28)).unwrap();
         Box::new(tiny::engine(family, backend))
     }
 }
@@ -264,6 +273,15 @@ fn reference_llama() {
 #[test]
 fn reference_with_every_option() {
     check_tiny(&reference(Family::Everything));
+}
+
+#[test]
+fn every_cpu_kernel_set() {
+    for kernels in CpuKernelSet::available() {
+        eprintln!("kernel set {}", kernels.name());
+        check_tiny(&cpu(Family::Llama, kernels));
+        check_tiny(&cpu(Family::Everything, kernels));
+    }
 }
 
 #[test]
