@@ -1,0 +1,274 @@
+//! Runs every op once on this machine before anything is promised.
+
+use std::num::NonZeroUsize;
+use std::time::Instant;
+
+use velox_engine::backend::Backend;
+use velox_engine::backend::cpu::CpuBackend;
+use velox_engine::backend::reference::ReferenceBackend;
+use velox_engine::probe::{ProbeCase, ProbeOutcome, sample_matrix};
+use velox_kernels::block::BlockType;
+use velox_kernels::cpu::CpuKernelSet;
+use velox_kernels::label::BackendLabel;
+use velox_kernels::ran::Device as _;
+use velox_kvcache::PageBudget;
+use velox_proto::op::OpId;
+use velox_proto::v1;
+
+use crate::convert::{op_of, wire_backend};
+use crate::kernel_set::{CpuKernels, KernelSet, ReferenceKernels};
+
+/// What the caches of the tiny cases may allocate.
+const PROBE_CACHE_BYTES: u64 = 16 * 1024 * 1024;
+
+/// Shapes of the kernel cases: odd, and one block of the widest type.
+const TOKENS: usize = 3;
+const ROWS: usize = 5;
+const COLUMNS: usize = 256;
+
+/// What the probes found.
+#[derive(Debug, Clone, Default)]
+pub struct ProbeReport {
+    /// For people: the processor.
+    pub device: String,
+    /// Kernel set that the dispatcher chose.
+    pub kernel: String,
+    /// Every label, with the reason where it is missing.
+    pub backends: Vec<v1::BackendCapability>,
+    /// One entry per op, type and backend that this build has.
+    pub ops: Vec<v1::OpCapability>,
+}
+
+/// Runs all probes of this build.
+#[must_use]
+pub fn run(threads: NonZeroUsize) -> ProbeReport {
+    let mut report = ProbeReport {
+        device: device_name(),
+        kernel: CpuKernelSet::detect().name().to_owned(),
+        ..ProbeReport::default()
+    };
+    let budget = PageBudget::new(PROBE_CACHE_BYTES);
+    let reference = || ReferenceBackend::new(1, budget.clone());
+    probe_stages(&mut report, &mut reference(), &mut reference());
+    probe_kernels(&mut report, &ReferenceKernels { threads: 1 });
+    let cpu = CpuBackend::new(CpuKernelSet::detect(), threads.get(), budget.clone());
+    let cpu_reason = match cpu {
+        Err(error) => error.to_string(),
+        Ok(mut backend) => {
+            probe_stages(&mut report, &mut backend, &mut reference());
+            match CpuKernels::new(threads) {
+                Ok(kernels) => probe_kernels(&mut report, &kernels),
+                Err(error) => tracing::warn!(%error, "SIMD kernels cannot be probed"),
+            }
+            withdrawn(&report, BackendLabel::Cpu)
+        }
+    };
+    let reference_reason = withdrawn(&report, BackendLabel::Reference);
+    for label in BackendLabel::AUTO_ORDER {
+        let reason = match label {
+            BackendLabel::Cpu => cpu_reason.clone(),
+            BackendLabel::Reference => reference_reason.clone(),
+            BackendLabel::Metal | BackendLabel::MlxCuda | BackendLabel::MlxCpu => {
+                "this worker was built without MLX".to_owned()
+            }
+        };
+        report.backends.push(v1::BackendCapability {
+            backend: wire_backend(label).into(),
+            available: reason.is_empty(),
+            reason,
+        });
+    }
+    report
+}
+
+/// Why a backend cannot be used: a stage that no type passes. Empty if every stage has one.
+fn withdrawn(report: &ProbeReport, label: BackendLabel) -> String {
+    let wire = i32::from(wire_backend(label));
+    let mut of_stage = velox_engine::backend::Stage::ALL.iter().map(|&stage| {
+        let name = op_of(stage).name();
+        let mut cases = report
+            .ops
+            .iter()
+            .filter(|op| op.backend == wire && op.op == name);
+        (name, cases.any(|case| case.available))
+    });
+    of_stage
+        .find(|&(_, passed)| !passed)
+        .map_or_else(String::new, |(name, _)| {
+            format!("no case of {name} came out right")
+        })
+}
+
+fn probe_stages<B: Backend>(
+    report: &mut ProbeReport,
+    backend: &mut B,
+    oracle: &mut ReferenceBackend,
+) {
+    for case in ProbeCase::all() {
+        let started = Instant::now();
+        let outcome = case.run(backend, oracle).map_err(|error| error.to_string());
+        report.ops.push(entry(
+            op_of(case.stage),
+            case.dtype(),
+            B::Device::LABEL,
+            &outcome,
+            started,
+        ));
+    }
+}
+
+fn probe_kernels<K: KernelSet>(report: &mut ProbeReport, kernels: &K) {
+    let oracle = ReferenceKernels { threads: 1 };
+    let of_types = [OpId::MatMul, OpId::Dequantize]
+        .into_iter()
+        .flat_map(|op| BlockType::ALL.map(|block_type| (op, block_type)));
+    let plain = [OpId::RmsNorm, OpId::Softmax].map(|op| (op, BlockType::F32));
+    for (op, block_type) in of_types.chain(plain) {
+        let started = Instant::now();
+        let outcome = kernel_values(kernels, op, block_type).and_then(|got| {
+            compare(
+                &got,
+                &kernel_values(&oracle, op, block_type)?,
+                tolerance(op, block_type),
+            )
+        });
+        report.ops.push(entry(
+            op,
+            block_type.name(),
+            K::Device::LABEL,
+            &outcome,
+            started,
+        ));
+    }
+}
+
+/// Part of the largest magnitude that a kernel may be off: rounding of activations to 8 bits, or an order of additions.
+fn tolerance(op: OpId, block_type: BlockType) -> f64 {
+    match (op, block_type) {
+        (OpId::MatMul, BlockType::F32 | BlockType::F16 | BlockType::Bf16) => 1e-4,
+        (OpId::MatMul, _) => 2e-2,
+        _ => 1e-5,
+    }
+}
+
+/// Runs a kernel on the tensors of its case.
+fn kernel_values<K: KernelSet>(
+    kernels: &K,
+    op: OpId,
+    block_type: BlockType,
+) -> Result<Vec<f32>, String> {
+    let matrix = sample_matrix(block_type, ROWS, COLUMNS);
+    let mut out = values(TOKENS * COLUMNS);
+    let input = out.clone();
+    let ran = match op {
+        OpId::MatMul => {
+            out = vec![0.0; TOKENS * ROWS];
+            kernels.mat_mul(&input, &matrix, &mut out)
+        }
+        OpId::Dequantize => {
+            out = vec![0.0; ROWS * COLUMNS];
+            kernels.dequantise(&matrix, &mut out)
+        }
+        OpId::RmsNorm => kernels.rms_norm(&input, &values(COLUMNS), 1e-5, &mut out),
+        OpId::Softmax => kernels.softmax(&mut out, COLUMNS),
+        _ => return Err(format!("{op} is no kernel")),
+    };
+    ran.map(|ran| ran.map(|()| out).into_value())
+        .map_err(|error| error.to_string())
+}
+
+/// Values of a bounded, uneven wave.
+fn values(count: usize) -> Vec<f32> {
+    (0..count)
+        .map(|index| (f32::from(u16::try_from(index % 997).unwrap_or(0)) * 0.37).sin())
+        .collect()
+}
+
+fn compare(got: &[f32], expected: &[f32], relative: f64) -> Result<ProbeOutcome, String> {
+    if got.len() != expected.len() || got.iter().any(|value| !value.is_finite()) {
+        return Err("the probe gave values that are no numbers".to_owned());
+    }
+    let difference = |(got, expected): (&f32, &f32)| f64::from((got - expected).abs());
+    let magnitude = expected
+        .iter()
+        .map(|value| f64::from(value.abs()))
+        .fold(0.0, f64::max);
+    Ok(ProbeOutcome {
+        max_error: got.iter().zip(expected).map(difference).fold(0.0, f64::max),
+        tolerance: relative * magnitude,
+    })
+}
+
+fn entry(
+    op: OpId,
+    dtype: &str,
+    label: BackendLabel,
+    outcome: &Result<ProbeOutcome, String>,
+    started: Instant,
+) -> v1::OpCapability {
+    let reason = match outcome {
+        Err(error) => error.clone(),
+        Ok(outcome) if outcome.is_right() => String::new(),
+        Ok(outcome) => format!(
+            "its probe is off by {:.3e}, tolerance is {:.3e}",
+            outcome.max_error, outcome.tolerance
+        ),
+    };
+    v1::OpCapability {
+        op: op.name().to_owned(),
+        dtype: dtype.to_owned(),
+        backend: wire_backend(label).into(),
+        available: reason.is_empty(),
+        reason,
+        max_error: outcome.as_ref().ok().map(|outcome| outcome.max_error),
+        probe_us: u64::try_from(started.elapsed().as_micros()).unwrap_or(u64::MAX),
+    }
+}
+
+/// Name of the processor, as the system gives it.
+fn device_name() -> String {
+    let from_cpuinfo = std::fs::read_to_string("/proc/cpuinfo")
+        .ok()
+        .and_then(|text| {
+            let line = text.lines().find(|line| line.starts_with("model name"))?;
+            Some(line.split_once(':')?.1.trim().to_owned())
+        });
+    from_cpuinfo.unwrap_or_else(|| format!("{} CPU", std::env::consts::ARCH))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn this_machine_offers_cpu_and_reference_and_says_why_not_the_others() {
+        let report = run(NonZeroUsize::MIN);
+        for backend in &report.backends {
+            let built = matches!(backend.backend(), v1::Backend::Cpu | v1::Backend::Reference);
+            assert_eq!(backend.available, built, "{backend:?}");
+            assert_eq!(backend.reason.is_empty(), built, "{backend:?}");
+        }
+        let failed: Vec<_> = report.ops.iter().filter(|op| !op.available).collect();
+        assert!(failed.is_empty(), "{failed:?}");
+        assert!(
+            report.ops.iter().any(|op| op.max_error > Some(0.0)),
+            "CPU was compared with nothing"
+        );
+    }
+
+    #[test]
+    fn an_op_whose_probe_is_wrong_is_withdrawn_with_the_reason() {
+        let wrong = compare(&[1.0, 2.0], &[1.0, 3.0], 1e-2);
+        let entry = entry(
+            OpId::MatMul,
+            "Q4_1",
+            BackendLabel::Cpu,
+            &wrong,
+            Instant::now(),
+        );
+        assert!(
+            !entry.available && entry.reason.contains("off by 1.000e0"),
+            "{entry:?}"
+        );
+    }
+}
