@@ -4,6 +4,7 @@
 //! arithmetic is f64 in a fixed order: equal logits give equal tokens on every backend. A tie goes to the lowest id.
 
 mod draw;
+mod exponential;
 mod random;
 mod ranking;
 
@@ -202,9 +203,6 @@ fn check_row(logits: &[f32]) -> Result<(), EngineError> {
 
 fn log_sum_exp(logits: &[f32]) -> f64 {
     let maximum = f64::from(ranking::maximum(logits));
-    let sum: f64 = logits
-        .iter()
-        .map(|logit| (f64::from(*logit) - maximum).exp())
-        .sum();
+    let sum = exponential::sum_of_exponentials(logits, maximum, 1.0);
     maximum + sum.ln()
 }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use super::exponential::{exp, sum_of_exponentials};
 use super::random::uniform;
 use super::ranking::{Ranked, best, maximum};
 use super::{SampleRequest, SamplingParameters};
@@ -139,7 +140,7 @@ impl<'a> Candidates<'a> {
 
     /// Returns a value's probability in units of the best one.
     fn weight(&self, value: f64) -> f64 {
-        ((value - self.maximum) / self.temperature).exp()
+        exp((value - self.maximum) / self.temperature)
     }
 
     /// Returns the candidate at a place of the order with its weight; `None` behind the last one that has any.
@@ -162,7 +163,7 @@ impl<'a> Candidates<'a> {
 
     fn total_weight(&self, parameters: &SamplingParameters) -> f64 {
         if parameters.top_k == 0 {
-            self.values.iter().map(|value| self.weight(*value)).sum()
+            sum_of_exponentials(self.values, self.maximum, self.temperature)
         } else {
             self.ranked
                 .iter()
