@@ -32,14 +32,24 @@ pub fn is_alive(pid: u32) -> bool {
 /// Returns the children of a process.
 #[must_use]
 pub fn children(parent: u32) -> Option<BTreeSet<u32>> {
-    let entries = std::fs::read_dir("/proc").ok()?;
-    let pids = entries
-        .flatten()
-        .filter_map(|entry| entry.file_name().to_str()?.parse().ok());
     Some(
-        pids.filter(|&pid| stat(pid).is_some_and(|stat| stat.parent == parent))
+        pids()?
+            .filter(|&pid| stat(pid).is_some_and(|stat| stat.parent == parent))
             .collect(),
     )
+}
+
+/// Returns the processes that were started with a variable of this value.
+#[must_use]
+pub fn with_variable(name: &str, value: &str) -> Option<BTreeSet<u32>> {
+    let wanted = format!("{name}={value}");
+    let has_it = |pid: u32| {
+        let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        environment
+            .split(|&byte| byte == 0)
+            .any(|variable| variable == wanted.as_bytes())
+    };
+    Some(pids()?.filter(|&pid| has_it(pid)).collect())
 }
 
 /// Returns the number of open descriptors of a process.
@@ -58,6 +68,16 @@ pub fn shared_memory_names() -> BTreeSet<String> {
         .flatten();
     let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
     names.filter(|name| name.contains("velox")).collect()
+}
+
+/// Every process of the machine.
+fn pids() -> Option<impl Iterator<Item = u32>> {
+    let entries = std::fs::read_dir("/proc").ok()?;
+    Some(
+        entries
+            .flatten()
+            .filter_map(|entry| entry.file_name().to_str()?.parse().ok()),
+    )
 }
 
 struct Stat {

@@ -214,7 +214,7 @@ fn hundreds_of_cancels_at_random_points_leak_nothing() -> anyhow::Result<()> {
         let mut crowd = JoinSet::new();
         for _ in 0..cancels {
             seed = next_random(seed);
-            let (events, by_connection) = (seed % 5, seed % 7 == 0);
+            let (events, by_connection) = (seed % 5, seed.is_multiple_of(7));
             let client = if by_connection {
                 gateway.connect().await?
             } else {
