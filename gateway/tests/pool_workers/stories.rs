@@ -427,7 +427,9 @@ async fn models_come_and_go() {
 }
 
 async fn a_drained_worker() {
-    let mut house = House::open(Manner::Slow);
+    let mut house = House::open_with(Manner::Slow, |config| {
+        config.timeouts.grace = Duration::from_secs(30);
+    });
     let (worker, _models) = house.ready().await;
     let pid = house.pid();
     house
