@@ -247,38 +247,46 @@ fn configurations_that_would_compute_another_model() {
 
 #[test]
 fn tensors_must_be_those_of_the_configuration() {
-    let cases: [(&str, fn(&mut Value), &str); 5] = [
+    let cases: [Case; 5] = [
         (
+            "own head",
             "llama-tied",
             |c| c["tie_word_embeddings"] = json!(false),
             "lm_head.weight is missing",
         ),
         (
+            "biases of attention",
             "llama-tied",
             |c| c["attention_bias"] = json!(true),
             "model.layers.0.self_attn.q_proj.bias is missing",
         ),
         (
+            "no biases of the MLP",
             "llama-biases",
             |c| c["mlp_bias"] = json!(false),
             "further tensors (model.layers.0.mlp.down_proj.bias",
         ),
         (
+            "one layer less",
             "llama-tied",
             |c| c["num_hidden_layers"] = json!(1),
             "further tensors (model.layers.1.",
         ),
         (
+            "one token less",
             "llama-tied",
             |c| c["vocab_size"] = json!(95),
             "embed_tokens.weight has shape [96, 32], must have [95, 32]",
         ),
     ];
-    for (family, change, words) in cases {
+    for (title, family, change, words) in cases {
         let folder = Folder::of(family);
         folder.configure(change);
         let error = folder.error();
-        assert!(error.contains(words), "\"{error}\" lacks \"{words}\"");
+        assert!(
+            error.contains(words),
+            "{title}: \"{error}\" lacks \"{words}\""
+        );
     }
 }
 
