@@ -16,6 +16,7 @@ mod plans;
 use std::path::PathBuf;
 
 use serde_json::Value;
+use velox_engine::load::{LoadOptions, load};
 use velox_engine::step::{
     DecodeRow, LogitsWanted, PrefillChunk, PrefillGoal, RowId, Runner, ScorePart, ScoredPosition,
     StepOutcome, StepPlan,
@@ -280,4 +281,39 @@ fn reference_agrees_with_the_golden_vectors() {
 #[test]
 fn cpu_agrees_with_the_golden_vectors() {
     check("cpu_agrees_with_the_golden_vectors", &CPU);
+}
+
+#[test]
+fn loading_tells_where_it_stands_and_why_a_backend_is_missing() {
+    let test = "loading_tells_where_it_stands_and_why_a_backend_is_missing";
+    let Some(path) = model_path(test) else {
+        return;
+    };
+    let mut options = LoadOptions {
+        backend: None,
+        threads: 1,
+        cache_limit_bytes: 1 << 20,
+    };
+    let mut reports = Vec::new();
+    let model = load(&path, &options, &mut |progress| reports.push(progress)).unwrap();
+    assert_eq!(
+        model.facts.weight_bytes,
+        reports.last().unwrap().total_bytes
+    );
+    assert_eq!(model.facts.page_tokens, 32);
+    assert_eq!(model.facts.key_bytes_per_token, 30 * 3 * 64 * 2);
+    let mut phases: Vec<&str> = reports.iter().map(|progress| progress.phase).collect();
+    phases.dedup();
+    assert_eq!(phases, ["open", "check", "map", "ready"]);
+    let counted = |phase: &str| {
+        let progress = reports.iter().filter(|progress| progress.phase == phase);
+        progress.map(|progress| progress.done_bytes).max()
+    };
+    assert!(counted("map") <= counted("ready"));
+    options.backend = Some(BackendLabel::Metal);
+    let error = load(&path, &options, &mut |_| {}).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "backend METAL cannot run this model: it is not part of this build"
+    );
 }
