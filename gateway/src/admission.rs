@@ -222,7 +222,11 @@ mod tests {
     fn a_large_row_is_not_starved_by_small_ones() {
         let policy = Policy::any();
         let mut ledger = KvLedger::new(10);
-        let queue = [waiting(1, 8, &policy), waiting(2, 9, &policy), waiting(3, 1, &policy)];
+        let queue = [
+            waiting(1, 8, &policy),
+            waiting(2, 9, &policy),
+            waiting(3, 1, &policy),
+        ];
         let placements = place(queue, &mut [spot(0, Backend::Cpu, 0)], &mut ledger);
         assert_eq!(placed(placements), [(1, 0)]);
         assert_eq!(ledger.reserved(), 8);

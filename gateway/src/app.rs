@@ -18,12 +18,12 @@ use crate::catalog::Catalog;
 use crate::config::{Config, ListenConfig};
 use crate::deadline::DeadlineLayer;
 use crate::error::GatewayError;
+use crate::health;
 use crate::listen::{self, SocketListener};
 use crate::pool::{Pool, PoolError, WorkerKey};
 use crate::rpc::{self, Context};
 use crate::scheduler::{LeaseFuture, Scheduler, Workers};
 use crate::texts::Texts;
-use crate::health;
 
 /// Streams of one connection at a time.
 const MAX_STREAMS_PER_CONNECTION: u32 = 1024;
@@ -191,7 +191,10 @@ impl App {
         self.workers.cancel();
         self.servers.cancel();
         self.tasks.close();
-        if tokio::time::timeout(TASK_GRACE, self.tasks.wait()).await.is_err() {
+        if tokio::time::timeout(TASK_GRACE, self.tasks.wait())
+            .await
+            .is_err()
+        {
             tracing::error!(tasks = self.tasks.len(), "tasks did not end in time");
         }
     }
@@ -276,7 +279,11 @@ struct Listeners {
 
 impl Listeners {
     async fn bind(config: &ListenConfig) -> Result<Self, GatewayError> {
-        let socket = config.socket.as_deref().map(SocketListener::bind).transpose()?;
+        let socket = config
+            .socket
+            .as_deref()
+            .map(SocketListener::bind)
+            .transpose()?;
         let tcp = match config.address {
             Some(address) => Some(listen::bind_loopback(address).await?),
             None => None,

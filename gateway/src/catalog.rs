@@ -215,7 +215,10 @@ impl Catalog {
     #[must_use]
     pub fn tokenizer_digests(&self) -> HashSet<String> {
         let state = self.lock();
-        let hosts = state.entries.values().flat_map(|entry| entry.hosts.values());
+        let hosts = state
+            .entries
+            .values()
+            .flat_map(|entry| entry.hosts.values());
         hosts
             .map(|host| host.model.tokenizer_sha256().to_owned())
             .collect()
@@ -285,8 +288,11 @@ impl Entry {
         let ready = self.hosts.values().find(|host| host.is_ready);
         let host = ready.or_else(|| self.hosts.values().next())?;
         let model = host.model.model();
-        let mut backends: Vec<Backend> =
-            self.hosts.values().map(|host| host.model.backend()).collect();
+        let mut backends: Vec<Backend> = self
+            .hosts
+            .values()
+            .map(|host| host.model.backend())
+            .collect();
         backends.dedup();
         Some(ResidentModel {
             facts: Arc::clone(&host.model),

@@ -169,7 +169,9 @@ fn listen_config(arguments: &Arguments) -> Result<ListenConfig, GatewayError> {
     let socket = match &arguments.socket {
         None => Some(default_socket()),
         Some(path) if path == Path::new(NONE) => None,
-        Some(path) => Some(std::path::absolute(path).map_err(GatewayError::io("the socket's path"))?),
+        Some(path) => {
+            Some(std::path::absolute(path).map_err(GatewayError::io("the socket's path"))?)
+        }
     };
     let address = match arguments.listen.as_str() {
         NONE => None,
@@ -189,11 +191,7 @@ fn listen_config(arguments: &Arguments) -> Result<ListenConfig, GatewayError> {
 ///
 /// # Errors
 /// [`GatewayError::ModelNotFound`] if there is no such file or folder.
-pub fn resolve_model(
-    text: &str,
-    name: &str,
-    folder: &Path,
-) -> Result<ModelSource, GatewayError> {
+pub fn resolve_model(text: &str, name: &str, folder: &Path) -> Result<ModelSource, GatewayError> {
     let (text, alias) = match text.rsplit_once('=') {
         // A path may contain the sign itself.
         Some((path, alias)) if !alias.is_empty() && !Path::new(text).exists() => (path, alias),
@@ -206,7 +204,11 @@ pub fn resolve_model(
     ];
     // A name must stay in its folder: only the first candidate may point elsewhere.
     let is_name = !text.is_empty() && !text.contains('/') && text != "." && text != "..";
-    let allowed = if is_name { &candidates[..] } else { &candidates[..1] };
+    let allowed = if is_name {
+        &candidates[..]
+    } else {
+        &candidates[..1]
+    };
     let found = allowed
         .iter()
         .find(|path| path.exists())
@@ -288,7 +290,10 @@ mod tests {
         assert!(config(&["--threads", "0"]).is_err());
         assert!(config(&["--max-rows", "256"]).is_err());
         let good = config(&["--workers", "2", "--threads", "3", "--backend", "cpu"]).unwrap();
-        assert_eq!((good.pool.workers, good.pool.threads_per_worker), (2, Some(3)));
+        assert_eq!(
+            (good.pool.workers, good.pool.threads_per_worker),
+            (2, Some(3))
+        );
         assert_eq!(good.pool.backend, Some(Backend::Cpu));
     }
 
@@ -311,7 +316,10 @@ mod tests {
 
         // A path that does not exist is not looked for in the folder.
         for missing in ["nothing", "", "./tiny", "../tiny"] {
-            assert!(resolve_model(missing, "", folder.path()).is_err(), "{missing}");
+            assert!(
+                resolve_model(missing, "", folder.path()).is_err(),
+                "{missing}"
+            );
         }
     }
 }

@@ -168,7 +168,6 @@ impl GatewayError {
     }
 
     /// Makes the error of a refused system call.
-    #[must_use]
     pub fn io(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
         let what = what.into();
         move |source| Self::Io { what, source }

@@ -72,7 +72,9 @@ async fn report(
         None => !catalog.ready_workers().is_empty(),
     };
     for name in WORKER_SERVICES {
-        reporter.set_service_status(name, status(expected_ready)).await;
+        reporter
+            .set_service_status(name, status(expected_ready))
+            .await;
     }
     for name in OWN_SERVICES {
         reporter.set_service_status(name, status(true)).await;

@@ -69,7 +69,6 @@ impl SocketListener {
     }
 
     /// Returns the connections of this user, and the file to keep while they are served.
-    #[must_use]
     pub fn connections(
         self,
     ) -> (
@@ -208,9 +207,7 @@ fn lock(socket: &Path) -> Result<File, GatewayError> {
     }
     match file.try_lock() {
         Ok(()) => Ok(file),
-        Err(std::fs::TryLockError::WouldBlock) => {
-            Err(GatewayError::SocketInUse(socket.to_owned()))
-        }
+        Err(std::fs::TryLockError::WouldBlock) => Err(GatewayError::SocketInUse(socket.to_owned())),
         Err(std::fs::TryLockError::Error(source)) => Err(io("locking")(source)),
     }
 }
@@ -225,7 +222,9 @@ fn remove_stale(socket: &Path) -> Result<(), GatewayError> {
         Ok(metadata) => metadata,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
         Err(source) => {
-            return Err(GatewayError::io(format!("reading {}", socket.display()))(source));
+            return Err(GatewayError::io(format!("reading {}", socket.display()))(
+                source,
+            ));
         }
     };
     if !metadata.file_type().is_socket() || metadata.uid() != own_uid() {
@@ -283,7 +282,10 @@ mod tests {
 
         std::fs::write(&path, "precious").unwrap();
         let error = SocketListener::bind(&path).unwrap_err();
-        assert!(matches!(error, GatewayError::SocketUnsafe { .. }), "{error}");
+        assert!(
+            matches!(error, GatewayError::SocketUnsafe { .. }),
+            "{error}"
+        );
         assert_eq!(std::fs::read(&path).unwrap(), b"precious");
     }
 
@@ -294,7 +296,10 @@ mod tests {
         std::fs::create_dir(&open).unwrap();
         std::fs::set_permissions(&open, Permissions::from_mode(0o777)).unwrap();
         let error = SocketListener::bind(&open.join("gateway.sock")).unwrap_err();
-        assert!(matches!(error, GatewayError::SocketUnsafe { .. }), "{error}");
+        assert!(
+            matches!(error, GatewayError::SocketUnsafe { .. }),
+            "{error}"
+        );
     }
 
     #[tokio::test]

@@ -1,6 +1,6 @@
 //! The process: configuration, telemetry, the app, and the reasons to end.
 
-use std::io::{Read as _, Write as _};
+use std::io::Write as _;
 use std::process::ExitCode;
 
 use anyhow::Context as _;
@@ -16,14 +16,12 @@ const EXIT_ERROR: u8 = 2;
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    match run(&arguments) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            // Nobody is left to tell if standard error is gone.
-            let _closed = writeln!(std::io::stderr().lock(), "velox-gateway: {error:#}");
-            ExitCode::from(EXIT_ERROR)
-        }
-    }
+    let Err(error) = run(&arguments) else {
+        return ExitCode::SUCCESS;
+    };
+    // Nobody is left to tell if standard error is gone.
+    let _closed = writeln!(std::io::stderr().lock(), "velox-gateway: {error:#}");
+    ExitCode::from(EXIT_ERROR)
 }
 
 #[tokio::main(flavor = "current_thread")]
@@ -77,8 +75,8 @@ fn announce(app: &App) -> anyhow::Result<()> {
 /// Waits for the end of standard input on a thread of its own: a read there cannot be cancelled.
 fn watch_stdin(ended: CancellationToken) {
     std::thread::spawn(move || {
-        let mut buffer = [0_u8; 256];
-        while matches!(std::io::stdin().lock().read(&mut buffer), Ok(1..)) {}
+        // An error ends it as well.
+        let _ended = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
         ended.cancel();
     });
 }

@@ -154,7 +154,10 @@ mod tests {
     #[test]
     fn unknown_values_are_refused() {
         for (allowed, on_missing) in [(vec![0], 0), (vec![77], 0), (vec![3], 9), (vec![3; 9], 0)] {
-            let wire = v1::BackendPolicy { allowed, on_missing };
+            let wire = v1::BackendPolicy {
+                allowed,
+                on_missing,
+            };
             assert!(Policy::try_from(Some(wire)).is_err());
         }
     }

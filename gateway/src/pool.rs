@@ -22,6 +22,8 @@ mod models;
 mod operations;
 pub mod plan;
 mod process;
+#[cfg(test)]
+pub(crate) mod scripted;
 mod session;
 mod step_channel;
 mod supervisor;

@@ -176,8 +176,7 @@ impl ValidRequest {
         if !options.ignore_eos {
             end_token_ids.extend(&model.end_token_ids);
         }
-        let sampling =
-            sampling::complete(model, parts.sampling.unwrap_or_default(), fresh_seed)?;
+        let sampling = sampling::complete(model, parts.sampling.unwrap_or_default(), fresh_seed)?;
         // A stop string is found by us, not by the worker: each token must be seen before many more are made.
         let steps = match delivery {
             Delivery::Whole if options.stop.is_empty() => UNWATCHED_STEPS,
@@ -365,7 +364,11 @@ fn available_policy(
     wire: Option<v1::BackendPolicy>,
 ) -> Result<Policy, GatewayError> {
     let policy = Policy::try_from(wire)?;
-    if model.backends.iter().any(|&backend| policy.rank(backend).is_some()) {
+    if model
+        .backends
+        .iter()
+        .any(|&backend| policy.rank(backend).is_some())
+    {
         return Ok(policy);
     }
     Err(GatewayError::BackendUnavailable {

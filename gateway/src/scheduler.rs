@@ -183,5 +183,11 @@ impl Scheduler {
     }
 }
 
+/// The scheduler's end of a row, for tests of readers.
+#[cfg(test)]
+pub(crate) mod for_tests {
+    pub(crate) use super::handle::channel;
+}
+
 #[cfg(test)]
 mod tests;

@@ -1,5 +1,7 @@
 //! Logs on standard error, spans for every call, and the W3C trace context that ties them together.
 
+use std::io::IsTerminal as _;
+
 use tracing::Span;
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
@@ -24,9 +26,11 @@ impl Telemetry {
     pub fn start(arguments: &Arguments) -> Result<Self, GatewayError> {
         let filter = EnvFilter::try_new(&arguments.log)
             .map_err(|error| GatewayError::Config(format!("log filter: {error}")))?;
-        let subscriber = tracing_subscriber::registry()
-            .with(filter)
-            .with(fmt::layer().with_writer(std::io::stderr));
+        let subscriber = tracing_subscriber::registry().with(filter).with(
+            fmt::layer()
+                .with_ansi(std::io::stderr().is_terminal())
+                .with_writer(std::io::stderr),
+        );
         #[cfg(feature = "otlp")]
         {
             let provider = match &arguments.otlp_endpoint {
@@ -94,7 +98,9 @@ pub fn traceparent(span: &Span, caller: Option<TraceContext>) -> String {
     }
     // Without an exporter the span has no id of its own.
     let _unexported = span;
-    caller.map(|context| context.to_string()).unwrap_or_default()
+    caller
+        .map(|context| context.to_string())
+        .unwrap_or_default()
 }
 
 #[cfg(feature = "otlp")]
@@ -105,6 +111,8 @@ mod otlp {
     };
     use opentelemetry_otlp::WithExportConfig as _;
     use opentelemetry_sdk::trace::{SdkTracerProvider, Tracer};
+    use std::io::IsTerminal as _;
+
     use tracing::Span;
     use tracing_opentelemetry::{OpenTelemetryLayer, OpenTelemetrySpanExt as _};
     use velox_proto::trace::TraceContext;

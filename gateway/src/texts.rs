@@ -94,7 +94,9 @@ impl Texts {
     async fn of(&self, model: &ResidentModel) -> Result<Arc<ModelText>, GatewayError> {
         let digest = model.facts.tokenizer_sha256().to_owned();
         let cell = Arc::clone(self.cells().entry(digest).or_default());
-        let text = cell.get_or_try_init(|| self.build(model.facts.name())).await?;
+        let text = cell
+            .get_or_try_init(|| self.build(model.facts.name()))
+            .await?;
         Ok(Arc::clone(text))
     }
 

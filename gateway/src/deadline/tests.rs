@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use http_body::Body as _;
 use proptest::prelude::*;
 use tonic::Code;
 use velox_proto::error::{Reason, ServiceFault};
@@ -68,7 +69,12 @@ async fn a_stream_ends_with_deadline_exceeded_and_drops_what_it_holds() {
     assert!(!dropped.load(Ordering::Relaxed));
 
     let begin = tokio::time::Instant::now();
-    let trailers = next(&mut body).await.unwrap().unwrap().into_trailers().unwrap();
+    let trailers = next(&mut body)
+        .await
+        .unwrap()
+        .unwrap()
+        .into_trailers()
+        .unwrap();
     assert!(begin.elapsed() >= Duration::from_secs(4));
     assert_eq!(status(&trailers).code(), Code::DeadlineExceeded);
     let fault = ServiceFault::from_status(&status(&trailers));
@@ -97,7 +103,11 @@ async fn a_call_without_deadline_is_left_alone_and_a_bad_one_refused() {
     assert!(Status::from_header_map(response.headers()).is_none());
     for bad in ["", "S", "5", "5s", "-5S", "123456789S", "5 S", "1e3m"] {
         let response = service.call(request(bad)).await.unwrap();
-        assert_eq!(status(response.headers()).code(), Code::InvalidArgument, "{bad}");
+        assert_eq!(
+            status(response.headers()).code(),
+            Code::InvalidArgument,
+            "{bad}"
+        );
     }
 }
 

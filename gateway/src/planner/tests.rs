@@ -4,6 +4,15 @@ use proptest::prelude::*;
 
 use super::*;
 
+/// Name, rows, plans without an answer, and the decision.
+type Case = (
+    &'static str,
+    Vec<RowView>,
+    usize,
+    Option<Chunk>,
+    Vec<Decode>,
+);
+
 fn row(id: u64) -> RowView {
     RowView {
         id: RowId(id),
@@ -72,23 +81,107 @@ fn the_table() {
         goal: Goal::Score,
         ..row(8)
     };
-    let cases: Vec<(&str, Vec<RowView>, usize, Option<Chunk>, Vec<Decode>)> = vec![
+    let cases: Vec<Case> = vec![
         ("nothing to do", vec![], 0, None, vec![]),
-        ("every row decodes", vec![row(1), row(2)], 0, None, decode(&[1, 2])),
-        ("one plan ahead", vec![flying(row(1))], 1, None, decode(&[1])),
+        (
+            "every row decodes",
+            vec![row(1), row(2)],
+            0,
+            None,
+            decode(&[1, 2]),
+        ),
+        (
+            "one plan ahead",
+            vec![flying(row(1))],
+            1,
+            None,
+            decode(&[1]),
+        ),
         ("not two ahead", vec![row(1)], 2, None, vec![]),
-        ("a lone prompt takes a large chunk", vec![prompt(1, 600)], 0, chunk(1, 512, false), vec![]),
-        ("a prompt beside a stream takes a small one", vec![row(1), prompt(2, 600)], 0, chunk(2, 256, false), decode(&[1])),
-        ("one prompt at a time, the oldest", vec![prompt(1, 9), prompt(2, 9)], 0, chunk(1, 9, true), vec![]),
-        ("a slow reader pauses its row only", vec![behind(row(1)), row(2)], 0, None, decode(&[2])),
-        ("a slow reader pauses its prompt only", vec![behind(prompt(1, 9)), prompt(2, 9)], 0, chunk(2, 9, true), vec![]),
-        ("no token beyond the limit", vec![done, scored], 0, None, vec![]),
-        ("a suspect runs alone", vec![row(1), alone(prompt(2, 9))], 0, chunk(2, 9, true), vec![]),
-        ("a suspect waits for plans in flight", vec![flying(row(1)), alone(prompt(2, 9))], 1, None, vec![]),
-        ("suspects run one by one", vec![alone(row(1)), alone(row(2))], 0, None, decode(&[1])),
-        ("a suspect may have its own plan in flight", vec![row(1), alone(flying(row(2)))], 1, None, decode(&[2])),
-        ("nobody joins a suspect in flight", vec![row(1), behind(alone(flying(row(2))))], 1, None, vec![]),
-        ("a suspect that nobody reads holds up nobody", vec![row(1), behind(alone(row(2)))], 0, None, decode(&[1])),
+        (
+            "a lone prompt takes a large chunk",
+            vec![prompt(1, 600)],
+            0,
+            chunk(1, 512, false),
+            vec![],
+        ),
+        (
+            "a prompt beside a stream takes a small one",
+            vec![row(1), prompt(2, 600)],
+            0,
+            chunk(2, 256, false),
+            decode(&[1]),
+        ),
+        (
+            "one prompt at a time, the oldest",
+            vec![prompt(1, 9), prompt(2, 9)],
+            0,
+            chunk(1, 9, true),
+            vec![],
+        ),
+        (
+            "a slow reader pauses its row only",
+            vec![behind(row(1)), row(2)],
+            0,
+            None,
+            decode(&[2]),
+        ),
+        (
+            "a slow reader pauses its prompt only",
+            vec![behind(prompt(1, 9)), prompt(2, 9)],
+            0,
+            chunk(2, 9, true),
+            vec![],
+        ),
+        (
+            "no token beyond the limit",
+            vec![done, scored],
+            0,
+            None,
+            vec![],
+        ),
+        (
+            "a suspect runs alone",
+            vec![row(1), alone(prompt(2, 9))],
+            0,
+            chunk(2, 9, true),
+            vec![],
+        ),
+        (
+            "a suspect waits for plans in flight",
+            vec![flying(row(1)), alone(prompt(2, 9))],
+            1,
+            None,
+            vec![],
+        ),
+        (
+            "suspects run one by one",
+            vec![alone(row(1)), alone(row(2))],
+            0,
+            None,
+            decode(&[1]),
+        ),
+        (
+            "a suspect may have its own plan in flight",
+            vec![row(1), alone(flying(row(2)))],
+            1,
+            None,
+            decode(&[2]),
+        ),
+        (
+            "nobody joins a suspect in flight",
+            vec![row(1), behind(alone(flying(row(2))))],
+            1,
+            None,
+            vec![],
+        ),
+        (
+            "a suspect that nobody reads holds up nobody",
+            vec![row(1), behind(alone(row(2)))],
+            0,
+            None,
+            decode(&[1]),
+        ),
     ];
     for (name, rows, uncollected, prefill, decode) in cases {
         let decision = decide(&rows, state(uncollected), &PlanLimits::default());
@@ -134,18 +227,36 @@ fn models_take_turns() {
 }
 
 fn any_row() -> impl Strategy<Value = RowView> {
-    (0_u32..2000, 0_u32..2000, 0_u32..6, 0_u32..6, 0_u8..16, 0_usize..3).prop_map(
-        |(position, unfed, left, steps, flags, in_flight)| RowView {
+    (
+        0_u32..2000,
+        0_u32..2000,
+        0_u32..6,
+        0_u32..6,
+        0_u8..16,
+        0_usize..3,
+    )
+        .prop_map(|(position, unfed, left, steps, flags, in_flight)| RowView {
             id: RowId(0),
             model: ModelIndex(u32::from(flags) % 2),
             position,
             unfed: if flags & 1 == 0 { 0 } else { unfed },
-            goal: if flags & 2 == 0 { Goal::Generate { left, steps } } else { Goal::Score },
-            company: if flags & 12 == 4 { Company::Alone } else { Company::Any },
-            reader: if flags & 8 == 0 { Reader::Ready } else { Reader::Behind },
+            goal: if flags & 2 == 0 {
+                Goal::Generate { left, steps }
+            } else {
+                Goal::Score
+            },
+            company: if flags & 12 == 4 {
+                Company::Alone
+            } else {
+                Company::Any
+            },
+            reader: if flags & 8 == 0 {
+                Reader::Ready
+            } else {
+                Reader::Behind
+            },
             in_flight,
-        },
-    )
+        })
 }
 
 proptest! {

@@ -33,7 +33,10 @@ pub(super) fn complete(
     if options.logit_bias.len() > MAX_TOKEN_LIST {
         return Err(GatewayError::invalid(
             "sampling.logit_bias",
-            format!("{} biases, limit is {MAX_TOKEN_LIST}", options.logit_bias.len()),
+            format!(
+                "{} biases, limit is {MAX_TOKEN_LIST}",
+                options.logit_bias.len()
+            ),
         ));
     }
     for bias in &options.logit_bias {
@@ -52,9 +55,8 @@ pub(super) fn complete(
         options.repetition_penalty.unwrap_or(1.0),
         f32::MIN_POSITIVE..=MAX_REPETITION_PENALTY,
     )?;
-    let penalty = |field, value: Option<f32>| {
-        within(field, value.unwrap_or(0.0), -MAX_PENALTY..=MAX_PENALTY)
-    };
+    let penalty =
+        |field, value: Option<f32>| within(field, value.unwrap_or(0.0), -MAX_PENALTY..=MAX_PENALTY);
     Ok(wire::Sampling {
         temperature: within(
             "sampling.temperature",
@@ -76,7 +78,11 @@ pub(super) fn complete(
             .penalty_window_tokens
             .unwrap_or(DEFAULT_PENALTY_WINDOW_TOKENS)
             .min(model.context_length),
-        bias_token_ids: options.logit_bias.iter().map(|bias| bias.token_id).collect(),
+        bias_token_ids: options
+            .logit_bias
+            .iter()
+            .map(|bias| bias.token_id)
+            .collect(),
         biases: options.logit_bias.iter().map(|bias| bias.bias).collect(),
         allowed_token_ids: options.allowed_token_ids,
     })
@@ -93,6 +99,10 @@ fn within(
     }
     Err(GatewayError::invalid(
         field,
-        format!("{value} is not between {} and {}", range.start(), range.end()),
+        format!(
+            "{value} is not between {} and {}",
+            range.start(),
+            range.end()
+        ),
     ))
 }

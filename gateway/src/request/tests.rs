@@ -45,7 +45,10 @@ fn defaults_are_those_of_the_contract() {
     let request = generate(vec![1; 10], GenerationParts::default()).unwrap();
     let generate = work(&request);
     // 512 does not fit behind 10 of 100 positions.
-    assert_eq!((generate.max_tokens, generate.limit), (90, LengthLimit::Context));
+    assert_eq!(
+        (generate.max_tokens, generate.limit),
+        (90, LengthLimit::Context)
+    );
     assert_eq!(generate.end_token_ids, BTreeSet::from([2, 3]));
     assert_eq!(generate.sampling.temperature, 0.0);
     assert_eq!(generate.sampling.top_p, 1.0);
@@ -131,28 +134,72 @@ fn wrong_fields_are_named() {
     let cases = [
         (generate(vec![], GenerationParts::default()), "prompt"),
         (generate(vec![50], GenerationParts::default()), "prompt"),
-        (generation(|o| o.max_tokens = Some(0)), "generation.max_tokens"),
-        (generation(|o| o.stop = vec![String::new()]), "generation.stop"),
-        (generation(|o| o.stop = vec!["x".repeat(1025)]), "generation.stop"),
-        (generation(|o| o.stop = vec!["x".into(); 17]), "generation.stop"),
-        (generation(|o| o.stop_token_ids = vec![50]), "generation.stop_token_ids"),
-        (generation(|o| o.top_logprobs = 1), "generation.top_logprobs"),
+        (
+            generation(|o| o.max_tokens = Some(0)),
+            "generation.max_tokens",
+        ),
+        (
+            generation(|o| o.stop = vec![String::new()]),
+            "generation.stop",
+        ),
+        (
+            generation(|o| o.stop = vec!["x".repeat(1025)]),
+            "generation.stop",
+        ),
+        (
+            generation(|o| o.stop = vec!["x".into(); 17]),
+            "generation.stop",
+        ),
+        (
+            generation(|o| o.stop_token_ids = vec![50]),
+            "generation.stop_token_ids",
+        ),
+        (
+            generation(|o| o.top_logprobs = 1),
+            "generation.top_logprobs",
+        ),
         (
             generation(|o| (o.return_logprobs, o.top_logprobs) = (true, 21)),
             "generation.top_logprobs",
         ),
-        (sampling(|o| o.temperature = Some(f32::NAN)), "sampling.temperature"),
-        (sampling(|o| o.temperature = Some(-0.1)), "sampling.temperature"),
-        (sampling(|o| o.temperature = Some(f32::INFINITY)), "sampling.temperature"),
+        (
+            sampling(|o| o.temperature = Some(f32::NAN)),
+            "sampling.temperature",
+        ),
+        (
+            sampling(|o| o.temperature = Some(-0.1)),
+            "sampling.temperature",
+        ),
+        (
+            sampling(|o| o.temperature = Some(f32::INFINITY)),
+            "sampling.temperature",
+        ),
         (sampling(|o| o.top_p = Some(0.0)), "sampling.top_p"),
         (sampling(|o| o.top_p = Some(1.1)), "sampling.top_p"),
         (sampling(|o| o.min_p = Some(-1.0)), "sampling.min_p"),
-        (sampling(|o| o.repetition_penalty = Some(0.0)), "sampling.repetition_penalty"),
-        (sampling(|o| o.frequency_penalty = Some(f32::NEG_INFINITY)), "sampling.frequency_penalty"),
-        (sampling(|o| o.presence_penalty = Some(101.0)), "sampling.presence_penalty"),
-        (sampling(|o| o.allowed_token_ids = vec![50]), "sampling.allowed_token_ids"),
         (
-            sampling(|o| o.logit_bias = vec![v1::LogitBias { token_id: 1, bias: f32::NAN }]),
+            sampling(|o| o.repetition_penalty = Some(0.0)),
+            "sampling.repetition_penalty",
+        ),
+        (
+            sampling(|o| o.frequency_penalty = Some(f32::NEG_INFINITY)),
+            "sampling.frequency_penalty",
+        ),
+        (
+            sampling(|o| o.presence_penalty = Some(101.0)),
+            "sampling.presence_penalty",
+        ),
+        (
+            sampling(|o| o.allowed_token_ids = vec![50]),
+            "sampling.allowed_token_ids",
+        ),
+        (
+            sampling(|o| {
+                o.logit_bias = vec![v1::LogitBias {
+                    token_id: 1,
+                    bias: f32::NAN,
+                }]
+            }),
             "sampling.logit_bias",
         ),
     ];
@@ -174,7 +221,10 @@ fn a_backend_that_is_missing_is_an_error_unless_fallback_is_allowed() {
     };
     let error = generate(vec![1], policy(v1::OnMissing::Error)).unwrap_err();
     assert_eq!(error.reason(), Reason::BackendUnavailable);
-    assert!(error.to_string().contains("not on this operating system"), "{error}");
+    assert!(
+        error.to_string().contains("not on this operating system"),
+        "{error}"
+    );
     assert!(generate(vec![1], policy(v1::OnMissing::Fallback)).is_ok());
 }
 
@@ -190,10 +240,22 @@ fn a_score_request_is_bounded_by_context_and_message() {
         Job::score(&large, vec![1; tokens], &request)
     };
     assert!(score(100, |_| ()).is_ok());
-    assert_eq!(score(101, |_| ()).unwrap_err().reason(), Reason::PromptTooLong);
-    assert_eq!(score(5, |r| r.first_position = 5).unwrap_err().field(), Some("first_position"));
-    assert_eq!(score(5, |r| r.top_n = 21).unwrap_err().field(), Some("top_n"));
-    assert_eq!(score(1, |r| r.return_logits = true).unwrap_err().field(), Some("return_logits"));
+    assert_eq!(
+        score(101, |_| ()).unwrap_err().reason(),
+        Reason::PromptTooLong
+    );
+    assert_eq!(
+        score(5, |r| r.first_position = 5).unwrap_err().field(),
+        Some("first_position")
+    );
+    assert_eq!(
+        score(5, |r| r.top_n = 21).unwrap_err().field(),
+        Some("top_n")
+    );
+    assert_eq!(
+        score(1, |r| r.return_logits = true).unwrap_err().field(),
+        Some("return_logits")
+    );
 }
 
 proptest! {

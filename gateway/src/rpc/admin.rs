@@ -106,7 +106,9 @@ fn worker(snapshot: &WorkerSnapshot) -> v1::Worker {
         state: v1::WorkerState::from(snapshot.state).into(),
         restarts: snapshot.restarts,
         backend: backend.into(),
-        model: model.map(|model| model.name().to_owned()).unwrap_or_default(),
+        model: model
+            .map(|model| model.name().to_owned())
+            .unwrap_or_default(),
         last_exit: exit.map(ToString::to_string).unwrap_or_default(),
         rows: u32::try_from(snapshot.rows).unwrap_or(u32::MAX),
     }

@@ -109,8 +109,7 @@ impl Inference {
         let (name, input, parts) = call.message;
         let (model, text) = self.model(&name).await?;
         let prompt = self.tokens(&text, input).await?;
-        let request =
-            ValidRequest::generate(&model.limits, prompt, parts, delivery, fresh_seed())?;
+        let request = ValidRequest::generate(&model.limits, prompt, parts, delivery, fresh_seed())?;
         let limit = match request.job.work() {
             Work::Generate(generate) => generate.limit,
             Work::Score(_) => return Err(GatewayError::Internal("a generation became a score")),
@@ -347,7 +346,10 @@ fn arguments(json: &str) -> Result<serde_json::Map<String, serde_json::Value>, G
         ));
     }
     serde_json::from_str(json).map_err(|error| {
-        GatewayError::invalid(field, format!("template arguments are no JSON object: {error}"))
+        GatewayError::invalid(
+            field,
+            format!("template arguments are no JSON object: {error}"),
+        )
     })
 }
 
@@ -370,7 +372,12 @@ mod tests {
             assert!(arguments(bad).is_err(), "{bad}");
         }
         let long = format!("{{\"a\":\"{}\"}}", "x".repeat(MAX_ARGUMENTS_BYTES));
-        assert!(arguments(&long).unwrap_err().to_string().contains("limit is"));
+        assert!(
+            arguments(&long)
+                .unwrap_err()
+                .to_string()
+                .contains("limit is")
+        );
     }
 
     #[test]

@@ -447,14 +447,17 @@ impl<W: Workers> Actor<W> {
             }
         }
         for id in late {
-            let error = self.rows.get(&id).map(|row| GatewayError::WorkerUnavailable {
-                waited: self.config.worker_wait,
-                cause: row
-                    .last_loss
-                    .clone()
-                    .unwrap_or_else(|| self.last_loss.clone()),
-                next_token_index: (row.recoveries > 0).then(|| row.next_token_index()),
-            });
+            let error = self
+                .rows
+                .get(&id)
+                .map(|row| GatewayError::WorkerUnavailable {
+                    waited: self.config.worker_wait,
+                    cause: row
+                        .last_loss
+                        .clone()
+                        .unwrap_or_else(|| self.last_loss.clone()),
+                    next_token_index: (row.recoveries > 0).then(|| row.next_token_index()),
+                });
             if let Some(error) = error {
                 self.fail(id, error);
             }
@@ -543,12 +546,7 @@ impl<W: Workers> Actor<W> {
         entries
     }
 
-    fn send(
-        &mut self,
-        key: WorkerKey,
-        plan: wire::StepPlan,
-        entries: Vec<Entry>,
-    ) -> bool {
+    fn send(&mut self, key: WorkerKey, plan: wire::StepPlan, entries: Vec<Entry>) -> bool {
         let sequence = plan.sequence;
         let sent = self.pool.submit(key, plan);
         let Some(worker) = self.workers.get_mut(&key) else {
@@ -583,7 +581,10 @@ impl<W: Workers> Actor<W> {
     fn usage(&self) -> Usage {
         let mut usage = Usage::default();
         for row in self.rows.values() {
-            *usage.by_model.entry(row.job.model().to_owned()).or_default() += 1;
+            *usage
+                .by_model
+                .entry(row.job.model().to_owned())
+                .or_default() += 1;
         }
         for (&key, worker) in &self.workers {
             usage.by_worker.insert(key, worker.rows.len());

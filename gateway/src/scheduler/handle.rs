@@ -73,7 +73,7 @@ pub struct RowHandle {
 }
 
 /// Makes both ends.
-pub(super) fn channel(wake: Arc<Notify>) -> (mpsc::Sender<RowEvent>, RowHandle) {
+pub(crate) fn channel(wake: Arc<Notify>) -> (mpsc::Sender<RowEvent>, RowHandle) {
     let (output, events) = mpsc::channel(EVENTS);
     (output, RowHandle { events, wake })
 }

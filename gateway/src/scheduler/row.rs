@@ -287,7 +287,10 @@ impl Row {
         if scored {
             end = Some(RowEnd::Scored);
         }
-        if self.crashed_at.is_some_and(|crashed| self.progress() > crashed) {
+        if self
+            .crashed_at
+            .is_some_and(|crashed| self.progress() > crashed)
+        {
             self.company = Company::Any;
         }
         self.tell(RowEvent::Step(Box::new(Step {
@@ -301,7 +304,11 @@ impl Row {
             recoveries: (self.recoveries, self.replay),
             end,
         })));
-        if end.is_some() { Fate::Ends } else { Fate::Lives }
+        if end.is_some() {
+            Fate::Ends
+        } else {
+            Fate::Lives
+        }
     }
 
     /// Keeps the tokens up to the end; what was computed past it is dropped here.
