@@ -56,6 +56,39 @@ impl ClientError {
 
 impl From<tonic::Status> for ClientError {
     fn from(status: tonic::Status) -> Self {
-        Self::Refused(Box::new(ServiceFault::from_status(&status)))
+        let mut fault = ServiceFault::from_status(&status);
+        if expired_here(&status) {
+            fault.reason = Reason::DeadlineExceeded;
+        }
+        Self::Refused(Box::new(fault))
+    }
+}
+
+/// Whether our own timer ended the call before the gateway's answer was here: the transport calls that "cancelled".
+fn expired_here(status: &tonic::Status) -> bool {
+    let mut cause = std::error::Error::source(status);
+    while let Some(error) = cause {
+        if error.is::<tonic::TimeoutExpired>() {
+            return true;
+        }
+        cause = error.source();
+    }
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_deadline_that_passed_on_our_side_is_a_deadline() {
+        let here = tonic::Status::from_error(Box::new(tonic::TimeoutExpired(())));
+        assert_eq!(here.code(), tonic::Code::Cancelled);
+        assert_eq!(
+            ClientError::from(here).reason(),
+            Some(Reason::DeadlineExceeded)
+        );
+        let there = tonic::Status::cancelled("somebody else");
+        assert_eq!(ClientError::from(there).reason(), Some(Reason::Cancelled));
     }
 }
