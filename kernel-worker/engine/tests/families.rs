@@ -76,9 +76,9 @@ impl Expected {
     }
 }
 
-fn options(backend: Option<BackendLabel>) -> LoadOptions {
+fn options(backend: BackendLabel) -> LoadOptions {
     LoadOptions {
-        backend,
+        backend: Some(backend),
         threads: 1,
         cache_limit_bytes: 64 << 20,
     }
@@ -161,9 +161,10 @@ fn differences(found: &[f32], expected: &[f32]) -> (f32, f32) {
     (mean, largest)
 }
 
-fn check(path: &Path, family: &str, backend: Option<BackendLabel>) {
+fn check(path: &Path, family: &str, backend: BackendLabel) {
     let expected = Expected::read(family);
     let mut model = load(path, &options(backend), &mut |_| {}).unwrap();
+    assert_eq!(model.facts.backend, backend);
     for chunk in [expected.ids.len(), 5] {
         let logits = score(model.runner.as_mut(), &expected.ids, chunk);
         let (mean, largest) = differences(&logits, &expected.stored_form);
@@ -181,11 +182,7 @@ fn check(path: &Path, family: &str, backend: Option<BackendLabel>) {
 #[test]
 fn every_family_computes_what_transformers_computes() {
     for family in FAMILIES {
-        check(
-            &fixtures().join(family),
-            family,
-            Some(BackendLabel::Reference),
-        );
+        check(&fixtures().join(family), family, BackendLabel::Reference);
     }
 }
 
@@ -193,13 +190,17 @@ fn every_family_computes_what_transformers_computes() {
 fn gguf_with_interleaved_rows_computes_the_same() {
     for family in GGUF_FILES {
         let path = fixtures().join(format!("{family}.gguf"));
-        check(&path, family, Some(BackendLabel::Reference));
+        check(&path, family, BackendLabel::Reference);
     }
 }
 
 #[test]
-fn the_strongest_backend_computes_the_same() {
+fn simd_kernels_compute_the_same() {
     for family in FAMILIES {
-        check(&fixtures().join(family), family, None);
+        check(&fixtures().join(family), family, BackendLabel::Cpu);
+    }
+    for family in GGUF_FILES {
+        let path = fixtures().join(format!("{family}.gguf"));
+        check(&path, family, BackendLabel::Cpu);
     }
 }
