@@ -1,18 +1,27 @@
-//! Activations as signed bytes, 32 to a scale.
+//! Activations as integers of 15 bits, 32 to a scale, each in two signed bytes.
+//!
+//! One byte is what others use, but then this model's greedy text departs from that of f32 activations where the best
+//! two tokens are 0.2 apart in logits. The second byte costs a product more per weight, which a single token does not
+//! feel: it waits for memory.
 
 use super::simd::{Kernel, Simd};
 
 /// Elements that share a scale.
 pub(super) const BLOCK: usize = 32;
 
-/// 32 activations: `x = scale * q`, `q` within -127..=127.
+/// Steps from 0 to the largest magnitude: 127 in the high byte, 63 in the low one.
+const STEPS: f32 = 16_319.0;
+
+/// 32 activations: `x = scale * (128 * high + low)`, `high` within -127..=127 and `low` within -64..=63.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Block {
-    /// Four quants to a word, in order.
-    pub(super) q: [i32; BLOCK / 4],
-    /// Largest magnitude / 127.
+    /// High bytes, four to a word, in order.
+    pub(super) high: [i32; BLOCK / 4],
+    /// Low bytes.
+    pub(super) low: [i32; BLOCK / 4],
+    /// Largest magnitude / 16319.
     pub(super) scale: f32,
-    /// `scale` times the sum of the quants, and of each half.
+    /// `scale` times the sum of the integers, and of each half.
     pub(super) sum: f32,
     /// See `sum`.
     pub(super) half_sums: [f32; 2],
@@ -60,22 +69,28 @@ fn quantise(input: &[f32; BLOCK], block: &mut Block) {
     }
     let [largest, ..] = largest;
     // An input so small that the inverse overflows is 0.
-    let inverse = 127.0 / largest;
+    let inverse = STEPS / largest;
     let (scale, inverse) = if inverse.is_infinite() {
         (0.0, 0.0)
     } else {
-        (largest / 127.0, inverse)
+        (largest / STEPS, inverse)
     };
-    let mut quants = [0_u8; BLOCK];
-    for (quant, value) in quants.iter_mut().zip(input) {
-        let [low, ..] = (value * inverse + ROUND).to_bits().to_le_bytes();
-        *quant = low;
-    }
+    let (mut high, mut low) = ([0_u8; BLOCK], [0_u8; BLOCK]);
     let mut sums = [0_i32; 2];
-    for (sum, half) in sums.iter_mut().zip(quants.as_chunks::<16>().0) {
-        *sum = half.iter().map(|&q| i32::from(q.cast_signed())).sum();
+    for (half, sum) in sums.iter_mut().enumerate() {
+        for at in 16 * half..16 * half + 16 {
+            let bits = (input[at] * inverse + ROUND).to_bits();
+            // Only garbage made of what is not finite is ever cut here, and its scale is not finite either.
+            let integer = bits.wrapping_sub(ROUND.to_bits()).cast_signed() << 8 >> 8;
+            *sum += integer;
+            [high[at], ..] = ((integer + 64) >> 7).to_le_bytes();
+            [low[at], ..] = (((integer + 64) & 127) - 64).to_le_bytes();
+        }
     }
-    for (word, four) in block.q.iter_mut().zip(quants.as_chunks::<4>().0) {
+    for (word, four) in block.high.iter_mut().zip(high.as_chunks::<4>().0) {
+        *word = i32::from_le_bytes(*four);
+    }
+    for (word, four) in block.low.iter_mut().zip(low.as_chunks::<4>().0) {
         *word = i32::from_le_bytes(*four);
     }
     block.scale = scale;
@@ -93,9 +108,9 @@ fn larger(left: f32, right: f32) -> f32 {
     }
 }
 
-/// Converts a sum of quants, which is exact.
+/// Converts a sum, which is exact.
 #[inline(always)]
-#[expect(clippy::cast_precision_loss, reason = "at most 32 * 127")]
+#[expect(clippy::cast_precision_loss, reason = "at most 32 * 16319")]
 fn small(sum: i32) -> f32 {
     sum as f32
 }
@@ -108,10 +123,14 @@ mod tests {
         let mut block = Block::default();
         quantise(input, &mut block);
         let mut back = [0.0; BLOCK];
-        for (four, word) in back.as_chunks_mut::<4>().0.iter_mut().zip(block.q) {
-            *four = word
-                .to_le_bytes()
-                .map(|q| block.scale * f32::from(q.cast_signed()));
+        let words = block.high.iter().zip(block.low);
+        for (four, (high, low)) in back.as_chunks_mut::<4>().0.iter_mut().zip(words) {
+            let (high, low) = (high.to_le_bytes(), low.to_le_bytes());
+            *four = std::array::from_fn(|at| {
+                let (high, low) = (high[at].cast_signed(), low[at].cast_signed());
+                assert!(high != -128 && (-64..=63).contains(&low));
+                block.scale * (128.0 * f32::from(high) + f32::from(low))
+            });
         }
         (block, back)
     }
@@ -128,7 +147,7 @@ mod tests {
         let first: f32 = back[..16].iter().sum();
         assert!((block.half_sums[0] - first).abs() < 1e-4);
         for (value, back) in input.iter().zip(&back) {
-            assert!((value - back).abs() <= 0.5001 * block.scale);
+            assert!((value - back).abs() <= 0.51 * block.scale);
         }
     }
 

@@ -2,11 +2,11 @@
 
 use std::arch::x86_64::_CMP_NLT_UQ;
 use std::arch::x86_64::{
-    __m128i, __m256, __m256i, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_loadu_si128,
-    _mm_movehl_ps, _mm_shuffle_ps, _mm256_abs_epi8, _mm256_add_epi32, _mm256_add_ps, _mm256_and_ps,
-    _mm256_and_si256, _mm256_broadcastsi128_si256, _mm256_castps_si256, _mm256_castps256_ps128,
-    _mm256_castsi128_si256, _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps,
-    _mm256_cvtepi32_ps, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_div_ps,
+    __m128i, __m256, __m256i, _MM_HINT_T0, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_loadu_si128,
+    _mm_movehl_ps, _mm_prefetch, _mm_shuffle_ps, _mm256_abs_epi8, _mm256_add_epi32, _mm256_add_ps,
+    _mm256_and_ps, _mm256_and_si256, _mm256_broadcastsi128_si256, _mm256_castps_si256,
+    _mm256_castps256_ps128, _mm256_castsi128_si256, _mm256_castsi256_ps, _mm256_castsi256_si128,
+    _mm256_cmp_ps, _mm256_cvtepi32_ps, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_div_ps,
     _mm256_extractf128_ps, _mm256_fmadd_ps, _mm256_i32gather_epi32, _mm256_inserti128_si256,
     _mm256_loadu_ps, _mm256_madd_epi16, _mm256_maddubs_epi16, _mm256_max_ps, _mm256_min_ps,
     _mm256_mul_ps, _mm256_mullo_epi32, _mm256_or_si256, _mm256_packus_epi32,
@@ -355,6 +355,12 @@ impl Simd for Avx2 {
     ) -> __m256i {
         // SAFETY: `self` proves the features.
         unsafe { dot4::<SIGNED>(sum, weights, activations) }
+    }
+
+    #[inline(always)]
+    fn prefetch(self, byte: &u8) {
+        // SAFETY: SSE is part of every x86-64, and the hint accesses nothing.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(byte).cast()) }
     }
 
     #[inline(always)]

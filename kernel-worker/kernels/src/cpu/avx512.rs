@@ -2,16 +2,16 @@
 
 use std::arch::x86_64::_CMP_NLT_UQ;
 use std::arch::x86_64::{
-    __m128i, __m256i, __m512, __m512i, _mm_loadu_si128, _mm256_loadu_si256, _mm512_add_epi32,
-    _mm512_add_ps, _mm512_and_si512, _mm512_broadcast_i32x4, _mm512_castps_si512,
-    _mm512_castsi128_si512, _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepi32_epi16,
-    _mm512_cvtepi32_ps, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_div_ps, _mm512_dpbusd_epi32,
-    _mm512_fmadd_ps, _mm512_i32gather_epi32, _mm512_inserti32x4, _mm512_loadu_ps,
-    _mm512_maskz_mov_ps, _mm512_max_ps, _mm512_min_ps, _mm512_mul_ps, _mm512_mullo_epi32,
-    _mm512_or_si512, _mm512_reduce_add_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_epi32,
-    _mm512_shuffle_epi8, _mm512_slli_epi32, _mm512_srli_epi32, _mm512_storeu_ps, _mm512_sub_ps,
-    _mm512_unpackhi_epi32, _mm512_unpackhi_epi64, _mm512_unpacklo_epi32, _mm512_unpacklo_epi64,
-    _mm512_xor_si512,
+    __m128i, __m256i, __m512, __m512i, _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch,
+    _mm256_loadu_si256, _mm512_add_epi32, _mm512_add_ps, _mm512_and_si512, _mm512_broadcast_i32x4,
+    _mm512_castps_si512, _mm512_castsi128_si512, _mm512_castsi512_ps, _mm512_cmp_ps_mask,
+    _mm512_cvtepi32_epi16, _mm512_cvtepi32_ps, _mm512_cvtepu16_epi32, _mm512_cvtph_ps,
+    _mm512_div_ps, _mm512_dpbusd_epi32, _mm512_fmadd_ps, _mm512_i32gather_epi32,
+    _mm512_inserti32x4, _mm512_loadu_ps, _mm512_maskz_mov_ps, _mm512_max_ps, _mm512_min_ps,
+    _mm512_mul_ps, _mm512_mullo_epi32, _mm512_or_si512, _mm512_reduce_add_ps, _mm512_set1_epi32,
+    _mm512_set1_ps, _mm512_setr_epi32, _mm512_shuffle_epi8, _mm512_slli_epi32, _mm512_srli_epi32,
+    _mm512_storeu_ps, _mm512_sub_ps, _mm512_unpackhi_epi32, _mm512_unpackhi_epi64,
+    _mm512_unpacklo_epi32, _mm512_unpacklo_epi64, _mm512_xor_si512,
 };
 
 use super::simd::{Kernel, Simd, check_rows};
@@ -312,6 +312,12 @@ impl Simd for Avx512 {
     ) -> __m512i {
         // SAFETY: `self` proves the features.
         unsafe { _mm512_dpbusd_epi32(sum, weights, activations) }
+    }
+
+    #[inline(always)]
+    fn prefetch(self, byte: &u8) {
+        // SAFETY: SSE is part of every x86-64, and the hint accesses nothing.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(byte).cast()) }
     }
 
     #[inline(always)]

@@ -362,6 +362,9 @@ impl Simd for Neon {
     }
 
     #[inline(always)]
+    fn prefetch(self, _byte: &u8) {}
+
+    #[inline(always)]
     fn load_column(self, rows: &[u8], stride: usize) -> int32x4_t {
         // SAFETY: `self` proves the features.
         unsafe { load_column(rows, stride) }

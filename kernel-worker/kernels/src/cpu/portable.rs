@@ -160,7 +160,7 @@ impl Simd for Portable {
     #[inline(always)]
     #[expect(
         clippy::cast_precision_loss,
-        reason = "sums of a block are below 2^24, and the vector sets round the same way"
+        reason = "rounds to the nearest, as the vector sets do"
     )]
     fn to_f32(self, value: Self::I) -> Self::F {
         value.map(|v| v as f32)
@@ -186,6 +186,9 @@ impl Simd for Portable {
             })
         })
     }
+
+    #[inline(always)]
+    fn prefetch(self, _byte: &u8) {}
 
     #[inline(always)]
     fn load_column(self, rows: &[u8], stride: usize) -> Self::I {

@@ -88,6 +88,8 @@ pub(super) trait Simd: Copy + Debug + Send + Sync + 'static {
         weights: Self::I,
         activations: Self::I,
     ) -> Self::I;
+    /// Asks for the cache line of a byte; does nothing where there is no such instruction.
+    fn prefetch(self, byte: &u8);
     /// Reads 4 bytes of each of `LANES` rows that lie `stride` apart; lane = row.
     fn load_column(self, rows: &[u8], stride: usize) -> Self::I;
     /// Reads 16 bytes of each of `LANES` rows that lie `stride` apart; lane = row, four columns of 4 bytes.

@@ -41,13 +41,13 @@ fn dequantised(matrix: &Matrix, row: usize) -> Vec<f32> {
     weights
 }
 
-/// Rounds 32 activations to 127 steps of the largest; returns the size of a step too.
+/// Rounds 32 activations to 16319 steps of the largest; returns the size of a step too.
 fn rounded(block: &[f32]) -> (Vec<f32>, f32) {
     let largest = block
         .iter()
         .fold(0.0_f32, |most, value| most.max(value.abs()));
-    let step = largest / 127.0;
-    let inverse = 127.0 / largest;
+    let step = largest / 16_319.0;
+    let inverse = 16_319.0 / largest;
     let quants = block
         .iter()
         .map(|value| step * (value * inverse).round_ties_even());

@@ -313,7 +313,17 @@ impl Block<'_> {
         let queries: [&[f32]; R] =
             std::array::from_fn(|index| &self.query(row + index)[..keys.len()]);
         let mut sums = [simd.splat(0.0); R];
-        for (element, keys) in keys.iter().enumerate() {
+        // Four elements at a time, so that one check of bounds serves four.
+        let (fours, rest) = keys.as_chunks::<4>();
+        for (index, keys) in fours.iter().enumerate() {
+            let queries = queries.map(|query| query.as_chunks::<4>().0[index]);
+            for element in 0..4 {
+                for (sum, query) in sums.iter_mut().zip(&queries) {
+                    *sum = simd.fma(keys[element], simd.splat(query[element]), *sum);
+                }
+            }
+        }
+        for (element, keys) in (4 * fours.len()..).zip(rest) {
             for (sum, query) in sums.iter_mut().zip(&queries) {
                 *sum = simd.fma(*keys, simd.splat(query[element]), *sum);
             }
