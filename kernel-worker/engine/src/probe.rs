@@ -357,7 +357,8 @@ pub fn sample_matrix(block_type: BlockType, rows: usize, columns: usize) -> Matr
                 let start = bytes.len();
                 bytes.extend((0..block_type.bytes()).map(|_| random.byte()));
                 for &offset in scale_offsets(block_type) {
-                    let scale = half::f16::from_f32(0.01 + 0.005 * random.signed());
+                    let scale =
+                        half::f16::from_f32(scale(block_type) * (1.0 + 0.5 * random.signed()));
                     bytes[start + offset..start + offset + 2].copy_from_slice(&scale.to_le_bytes());
                 }
             }
@@ -365,6 +366,24 @@ pub fn sample_matrix(block_type: BlockType, rows: usize, columns: usize) -> Matr
     }
     Matrix::new(block_type, rows, columns, ByteSource::copy_of(&bytes))
         .expect("rows are whole blocks by construction")
+}
+
+/// A scale with which the largest weight of a type is about 0.1, so that outputs are of the order of 1.
+const fn scale(block_type: BlockType) -> f32 {
+    let largest_code = match block_type {
+        BlockType::F32 | BlockType::F16 | BlockType::Bf16 => 1.0,
+        BlockType::Q4_0 => 8.0,
+        BlockType::Q4_1 => 15.0,
+        BlockType::Q5_0 => 16.0,
+        BlockType::Q5_1 => 31.0,
+        BlockType::Q8_0 | BlockType::Iq4Nl => 127.0,
+        BlockType::Q2K => 15.0 * 3.0,
+        BlockType::Q3K => 32.0 * 4.0,
+        BlockType::Q4K => 63.0 * 15.0,
+        BlockType::Q5K => 63.0 * 31.0,
+        BlockType::Q6K => 127.0 * 32.0,
+    };
+    0.1 / largest_code
 }
 
 /// Where a block keeps its f16 scales: random bits there could be infinite.
