@@ -1,7 +1,9 @@
 use std::sync::Arc;
 
+use velox_proto::op::OpKind;
+
 use super::*;
-use crate::pool::plan::RowTerms;
+use crate::pool::plan::{RowExpectation, RowTerms, Work};
 
 const WORKER: WorkerKey = WorkerKey {
     slot: 0,
