@@ -55,9 +55,8 @@ async fn run(arguments: &Arguments) -> anyhow::Result<()> {
         grace = asked => Ok(grace),
         failed = serving => failed,
     };
-    let grace = outcome.as_ref().copied().unwrap_or_default();
     tokio::select! {
-        () = app.shutdown(grace) => {}
+        () = app.shutdown(outcome.as_ref().copied().unwrap_or_default()) => {}
         // A second signal means now.
         _ = terminate.recv() => app.abort().await,
         _ = interrupt.recv() => app.abort().await,
@@ -75,7 +74,6 @@ fn announce(app: &App) -> anyhow::Result<()> {
 /// Waits for the end of standard input on a thread of its own: a read there cannot be cancelled.
 fn watch_stdin(ended: CancellationToken) {
     std::thread::spawn(move || {
-        // An error ends it as well.
         let _ended = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
         ended.cancel();
     });

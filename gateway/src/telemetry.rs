@@ -111,8 +111,6 @@ mod otlp {
     };
     use opentelemetry_otlp::WithExportConfig as _;
     use opentelemetry_sdk::trace::{SdkTracerProvider, Tracer};
-    use std::io::IsTerminal as _;
-
     use tracing::Span;
     use tracing_opentelemetry::{OpenTelemetryLayer, OpenTelemetrySpanExt as _};
     use velox_proto::trace::TraceContext;

@@ -564,8 +564,14 @@ impl<W: Workers> Actor<W> {
                 true
             }
             Err(PoolError::WorkerLost(_) | PoolError::ShuttingDown) => {
-                // Its rows stay where they are until the event says that the process is reaped.
+                // Its rows stay where they are until the event says that the process is reaped. They cannot have
+                // killed it with a plan that it never got.
                 worker.takes_plans = false;
+                for entry in entries {
+                    if let Some(placed) = self.placed_mut(entry.row) {
+                        placed.in_flight = placed.in_flight.saturating_sub(1);
+                    }
+                }
                 false
             }
             Err(error) => {
