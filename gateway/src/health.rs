@@ -88,3 +88,97 @@ async fn report(
     }
     *known = names;
 }
+
+#[cfg(test)]
+mod tests {
+    use tonic::Request;
+    use tonic_health::pb::HealthCheckRequest;
+    use tonic_health::pb::health_check_response::ServingStatus as Wire;
+    use tonic_health::pb::health_server::Health as _;
+    use tonic_health::server::HealthService;
+    use velox_proto::v1::{self, Backend};
+
+    use super::*;
+    use crate::pool::scripted::ScriptedWorker;
+    use crate::pool::{LossCause, PoolEvent, WorkerKey};
+
+    struct Watched {
+        catalog: Arc<Catalog>,
+        closing: watch::Sender<Option<Duration>>,
+        service: HealthService,
+    }
+
+    impl Watched {
+        /// Lets the watcher see what happened, then asks as a client does.
+        async fn status(&self, service: &str) -> Option<Wire> {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+            let request = HealthCheckRequest {
+                service: service.to_owned(),
+            };
+            let response = self.service.check(Request::new(request)).await.ok()?;
+            Some(response.into_inner().status())
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn health_follows_workers_models_and_the_drain() {
+        let catalog = Arc::new(Catalog::new(&["m".to_owned()]));
+        let reporter = HealthReporter::new();
+        let closing = watch::Sender::new(None);
+        let tasks = tokio_util::task::TaskTracker::new();
+        let end = CancellationToken::new();
+        tasks.spawn(watch(
+            reporter.clone(),
+            Arc::clone(&catalog),
+            closing.subscribe(),
+            end.clone(),
+        ));
+        let house = Watched {
+            catalog,
+            closing,
+            service: HealthService::from_health_reporter(reporter),
+        };
+        for name in ["", inference_service_server::SERVICE_NAME, "m"] {
+            assert_eq!(house.status(name).await, Some(Wire::NotServing), "{name:?}");
+        }
+        let admin = admin_service_server::SERVICE_NAME;
+        assert_eq!(house.status(admin).await, Some(Wire::Serving));
+        assert_eq!(house.status("unknown").await, None);
+
+        let key = WorkerKey {
+            slot: 0,
+            incarnation: 1,
+        };
+        let model = v1::Model {
+            name: "m".to_owned(),
+            context_length: 8,
+            vocab_size: 8,
+            ..v1::Model::default()
+        };
+        let worker = ScriptedWorker::new(key, Backend::Cpu, &[model]);
+        let ready = PoolEvent::Ready {
+            worker: key,
+            facts: Arc::clone(&worker.facts),
+            models: worker.models.values().cloned().collect(),
+        };
+        house.catalog.observe(&ready);
+        for name in ["", inference_service_server::SERVICE_NAME, "m"] {
+            assert_eq!(house.status(name).await, Some(Wire::Serving), "{name:?}");
+        }
+        house.catalog.observe(&PoolEvent::Lost {
+            worker: key,
+            cause: LossCause::Killed(9),
+        });
+        assert_eq!(house.status("").await, Some(Wire::NotServing));
+        house.catalog.observe(&ready);
+        assert_eq!(house.status("m").await, Some(Wire::Serving));
+
+        house.closing.send_replace(Some(Duration::ZERO));
+        for name in ["", admin, "m"] {
+            assert_eq!(house.status(name).await, Some(Wire::NotServing), "{name:?}");
+        }
+        end.cancel();
+        tasks.close();
+        tasks.wait().await;
+    }
+}
