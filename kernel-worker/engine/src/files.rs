@@ -26,7 +26,6 @@ pub mod safetensors;
 mod sizes;
 mod tensors;
 
-use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -84,8 +83,10 @@ fn map_file(path: &Path) -> Result<(Blame, Arc<FileMap>), EngineError> {
     let blame = Blame::of(path);
     let kind = std::fs::metadata(path).map_err(|source| blame.unreadable(source))?;
     if !kind.is_file() {
-        let source = io::Error::new(io::ErrorKind::InvalidInput, "not a regular file");
-        return Err(blame.unreadable(source));
+        return Err(blame.invalid("not a regular file"));
+    }
+    if kind.len() == 0 {
+        return Err(blame.invalid("file is empty"));
     }
     let map = FileMap::open(path).map_err(|source| blame.unreadable(source))?;
     Ok((blame, map))

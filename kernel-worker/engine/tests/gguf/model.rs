@@ -490,12 +490,12 @@ fn a_missing_shard_is_named() {
 }
 
 #[test]
-fn what_is_no_file_is_unreadable() {
+fn what_is_no_file_is_unreadable_and_an_empty_one_is_damaged() {
     let disk = OnDisk::new(&[]);
     let error = files::open(&disk.path(), &mut |_| {})
         .unwrap_err()
         .to_string();
-    assert_eq!(error, "cannot read model.gguf");
+    assert_eq!(error, "model.gguf: file is empty");
     let missing = disk.path().with_file_name("none.gguf");
     let error = files::open(&missing, &mut |_| {}).unwrap_err().to_string();
     assert_eq!(error, "cannot read none.gguf");
