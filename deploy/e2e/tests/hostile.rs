@@ -70,7 +70,6 @@ fn damaged_model_files_are_refused_and_the_worker_lives() -> anyhow::Result<()> 
             file("cut_in_weights.gguf", &real[..real.len() - 1_000_000])?,
             file("huge_count.gguf", &huge_count)?,
             truncated_safetensors(&folder)?,
-            folder.clone(),
         ];
         for path in &files {
             let fault = refused_for(load(&gateway, path).await, Reason::InvalidModel)
