@@ -3,6 +3,7 @@
 //! * [`story`]: runs one test with a limit of time, alone on the machine, and shows the gateways' logs if it fails.
 //! * [`gateway`]: starts `velox-gateway` with real or fake workers, and ends it whatever happens.
 //! * [`ask`]: short ways to say what a client says.
+//! * [`command_line`]: calls of `velox-client` as scripts make them.
 //! * [`process`] and [`snapshot`]: what an operating system and a gateway count, to be compared with a base.
 //! * [`copying`]: what tests and `velox-fake-worker` agree on.
 //! * [`golden`]: what an independent engine said.
@@ -12,6 +13,7 @@
 #![forbid(unsafe_code)]
 
 pub mod ask;
+pub mod command_line;
 pub mod copying;
 pub mod gateway;
 pub mod golden;

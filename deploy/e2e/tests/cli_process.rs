@@ -1,0 +1,231 @@
+//! The command line as a process: exit codes, pipes, signals, and gateways that it starts.
+
+use std::ffi::OsStr;
+use std::io::Read as _;
+use std::process::{Output, Stdio};
+
+use anyhow::Context as _;
+use velox_e2e::command_line::{answer, call, client, code, has, json};
+use velox_e2e::gateway::Plan;
+use velox_e2e::process::{self, is_alive};
+use velox_e2e::programs::real_model;
+use velox_e2e::snapshot::Snapshot;
+use velox_e2e::story::{eventually, story};
+
+/// Variable by which the processes of one call are found.
+const MARK: &str = "VELOX_E2E_MARK";
+
+#[test]
+fn up_status_and_down() -> anyhow::Result<()> {
+    let Some(model) = real_model() else {
+        return Ok(());
+    };
+    story(|| async move {
+        let folder = tempfile::tempdir()?;
+        let endpoint = format!("unix:{}", folder.path().join("gateway.sock").display());
+        let run = |arguments: &[&OsStr]| -> anyhow::Result<Output> {
+            let mut command = client()?;
+            // The log of a gateway that stays lies in the runtime folder.
+            command
+                .env("XDG_RUNTIME_DIR", folder.path())
+                .args(["--endpoint", &endpoint]);
+            Ok(command.args(arguments).output()?)
+        };
+        let word = OsStr::new;
+        assert_eq!(code(&run(&[word("status")])?), Some(1), "none runs");
+        assert_eq!(code(&run(&[word("down")])?), Some(1), "none runs");
+
+        let up = [
+            word("up"),
+            word("--model"),
+            model.as_os_str(),
+            word("--workers"),
+            word("2"),
+        ];
+        let up = [&up[..], &[word("--threads"), word("1"), word("--json")]].concat();
+        let started = json(&run(&up)?)?;
+        let pid = u32::try_from(started[0]["pid"].as_u64().context("no pid")?)?;
+        assert_eq!(started[0]["endpoint"], endpoint.as_str());
+        // From here on somebody has to stop it.
+        let checked = (|| -> anyhow::Result<()> {
+            assert_eq!(code(&run(&up)?), Some(1), "one serves there already");
+            let [status] = &json(&run(&[word("status"), word("--json")])?)?[..] else {
+                anyhow::bail!("one object was expected");
+            };
+            assert_eq!(status["endpoint"], endpoint.as_str());
+            assert_eq!(status["gateway"]["pid"], pid);
+            has(status, &["running", "waiting", "kv_bytes", "shm_bytes"])?;
+            let workers = status["workers"].as_array().context("no workers")?;
+            assert_eq!(workers.len(), 2);
+            for worker in workers {
+                has(
+                    worker,
+                    &["id", "pid", "state", "restarts", "backend", "model"],
+                )?;
+                assert_eq!(worker["state"], "ready");
+            }
+            let generate = ["generate", "x", "--max-tokens", "2", "--json"].map(word);
+            answer(&json(&run(&generate)?)?)?;
+            Ok(())
+        })();
+        let down = run(&[word("down")])?;
+        checked?;
+        assert_eq!(
+            code(&down),
+            Some(0),
+            "{}",
+            String::from_utf8_lossy(&down.stderr)
+        );
+        assert!(!is_alive(pid));
+        assert_eq!(code(&run(&[word("status")])?), Some(1));
+        Ok(())
+    })
+}
+
+#[test]
+fn exit_codes_tell_answers_from_errors() -> anyhow::Result<()> {
+    story(|| async {
+        let gateway = Plan::fake("honest")?.start().await?;
+        assert_eq!(
+            code(&call(&gateway, &["generate", "x", "--max-tokens", "1"])?),
+            Some(0)
+        );
+        let refused = call(&gateway, &["--model", "nobody", "generate", "x"])?;
+        assert_eq!(code(&refused), Some(1));
+        assert!(String::from_utf8_lossy(&refused.stderr).contains("MODEL_NOT_FOUND"));
+        assert!(refused.stdout.is_empty());
+        assert_eq!(
+            code(&call(&gateway, &["--backend", "metal", "generate", "x"])?),
+            Some(1)
+        );
+        assert_eq!(
+            code(&call(&gateway, &["generate"])?),
+            Some(2),
+            "the prompt is missing"
+        );
+        assert_eq!(
+            code(&call(&gateway, &["eval", "--text", "/nowhere"])?),
+            Some(2)
+        );
+        let nobody = client()?
+            .args(["--endpoint", "unix:/nowhere/x.sock", "generate", "x"])
+            .output()?;
+        assert_eq!(code(&nobody), Some(2));
+        let no_model = client()?.args(["--local", "generate", "x"]).output()?;
+        assert_eq!(code(&no_model), Some(2));
+        Ok(())
+    })
+}
+
+#[test]
+fn a_reader_that_has_enough_is_no_error() -> anyhow::Result<()> {
+    story(|| async {
+        let gateway = Plan::fake("honest")?
+            .environment("VELOX_FAKE_PLAN_MS", "5")
+            .start()
+            .await?;
+        let mut child = client()?
+            .args(["--endpoint", &gateway.endpoint().to_string()])
+            .args([
+                "generate",
+                "a long text",
+                "--ignore-eos",
+                "--max-tokens",
+                "3000",
+            ])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()?;
+        let mut first = [0];
+        child
+            .stdout
+            .take()
+            .context("no output")?
+            .read_exact(&mut first)?;
+        // The pipe is closed here; the next write fails.
+        let status = eventually("the client to end", async || Ok(child.try_wait()?)).await?;
+        assert!(status.success(), "{status}");
+        let mut said = String::new();
+        child
+            .stderr
+            .take()
+            .context("no errors")?
+            .read_to_string(&mut said)?;
+        assert_eq!(said, "");
+        Snapshot::at_rest(&gateway).await?;
+        Ok(())
+    })
+}
+
+#[test]
+fn an_interrupted_answer_is_a_negative_one() -> anyhow::Result<()> {
+    story(|| async {
+        let gateway = Plan::fake("honest")?
+            .environment("VELOX_FAKE_PLAN_MS", "5")
+            .start()
+            .await?;
+        let mut child = client()?
+            .args(["--endpoint", &gateway.endpoint().to_string()])
+            .args([
+                "generate",
+                "a long text",
+                "--ignore-eos",
+                "--max-tokens",
+                "3000",
+            ])
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let mut output = child.stdout.take().context("no output")?;
+        output.read_exact(&mut [0])?;
+        process::signal(child.id(), rustix::process::Signal::INT)?;
+        let mut rest = String::new();
+        output.read_to_string(&mut rest)?;
+        assert_eq!(child.wait()?.code(), Some(1));
+        Snapshot::at_rest(&gateway).await?;
+        Ok(())
+    })
+}
+
+#[test]
+fn completions_name_the_commands() -> anyhow::Result<()> {
+    story(|| async {
+        for shell in ["bash", "zsh", "fish"] {
+            let output = client()?.args(["completions", shell]).output()?;
+            assert!(output.status.success());
+            let script = String::from_utf8(output.stdout)?;
+            for command in ["chat", "capabilities", "doctor"] {
+                assert!(script.contains(command), "{shell}: {command}");
+            }
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn a_local_chat_leaves_nothing_running() -> anyhow::Result<()> {
+    let Some(model) = real_model() else {
+        return Ok(());
+    };
+    story(|| async move {
+        // Whatever a call starts inherits its environment.
+        let mark = format!("{}", std::process::id());
+        let mut command = client()?;
+        command
+            .env(MARK, &mark)
+            .args(["--local", "--workers", "2", "--threads", "1", "--model"]);
+        command
+            .arg(&model)
+            .args(["chat", "What is the capital of France?", "--json"]);
+        let events = json(&command.args(["--max-tokens", "20"]).output()?)?;
+        assert!(
+            answer(&events)?["text"]
+                .as_str()
+                .context("no text")?
+                .contains("Paris")
+        );
+        if let Some(left) = process::with_variable(MARK, &mark) {
+            assert!(left.is_empty(), "{left:?} are left");
+        }
+        Ok(())
+    })
+}
