@@ -18,6 +18,8 @@ mod attend;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod band;
+mod embed;
 mod floats;
 mod format;
 mod mat_mul;
@@ -35,7 +37,8 @@ use std::io;
 use std::num::NonZeroUsize;
 
 pub use attend::{AttendSpan, attend, attend_all};
-pub use mat_mul::{Activations, Product, dequantise_row, embed, mat_mul, multiply};
+pub use embed::{dequantise_row, embed};
+pub use mat_mul::{Activations, Product, mat_mul, multiply};
 pub use pool::Pool;
 pub use rope::{RopeTable, rope};
 pub use rows::{add, rms_norm, silu_mul, softmax};

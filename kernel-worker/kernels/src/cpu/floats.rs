@@ -5,7 +5,7 @@
 
 use half::{bf16, f16};
 
-use super::mat_mul::Target;
+use super::band::Target;
 use super::simd::{Kernel, Simd};
 
 /// How an element is stored.
