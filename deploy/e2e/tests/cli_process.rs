@@ -47,27 +47,30 @@ fn up_status_and_down() -> anyhow::Result<()> {
         let pid = u32::try_from(started[0]["pid"].as_u64().context("no pid")?)?;
         assert_eq!(started[0]["endpoint"], endpoint.as_str());
         // From here on somebody has to stop it.
-        let checked = (|| -> anyhow::Result<()> {
+        let checked = async {
             assert_eq!(code(&run(&up)?), Some(1), "one serves there already");
-            let [status] = &json(&run(&[word("status"), word("--json")])?)?[..] else {
-                anyhow::bail!("one object was expected");
-            };
+            // A gateway serves as soon as one worker does; the other one follows.
+            let status = eventually("both workers to be ready", async || {
+                let status = json(&run(&[word("status"), word("--json")])?)?.swap_remove(0);
+                let workers = status["workers"].as_array().context("no workers")?;
+                let all = workers.iter().all(|worker| worker["state"] == "ready");
+                Ok((workers.len() == 2 && all).then_some(status))
+            })
+            .await?;
             assert_eq!(status["endpoint"], endpoint.as_str());
             assert_eq!(status["gateway"]["pid"], pid);
-            has(status, &["running", "waiting", "kv_bytes", "shm_bytes"])?;
-            let workers = status["workers"].as_array().context("no workers")?;
-            assert_eq!(workers.len(), 2);
-            for worker in workers {
+            has(&status, &["running", "waiting", "kv_bytes", "shm_bytes"])?;
+            for worker in status["workers"].as_array().context("no workers")? {
                 has(
                     worker,
                     &["id", "pid", "state", "restarts", "backend", "model"],
                 )?;
-                assert_eq!(worker["state"], "ready");
             }
             let generate = ["generate", "x", "--max-tokens", "2", "--json"].map(word);
             answer(&json(&run(&generate)?)?)?;
-            Ok(())
-        })();
+            anyhow::Ok(())
+        }
+        .await;
         let down = run(&[word("down")])?;
         checked?;
         assert_eq!(

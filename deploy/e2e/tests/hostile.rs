@@ -117,6 +117,11 @@ fn truncated_safetensors(parent: &Path) -> anyhow::Result<std::path::PathBuf> {
         "hidden_act": "silu", "torch_dtype": "float32", "bos_token_id": 1, "eos_token_id": 2,
     });
     std::fs::write(folder.join("config.json"), config.to_string())?;
+    let tokenizer = serde_json::json!({
+        "version": "1.0", "added_tokens": [],
+        "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []},
+    });
+    std::fs::write(folder.join("tokenizer.json"), tokenizer.to_string())?;
     let header = serde_json::json!({
         "model.embed_tokens.weight": {"dtype": "F32", "shape": [256, 64], "data_offsets": [0, 65536]},
     })
