@@ -7,7 +7,7 @@ use anyhow::Context as _;
 use tokio::task::JoinSet;
 use velox_client::Client;
 use velox_e2e::ask::{
-    chat, first_token, generate, options, refused, refused_for, still_works, whole,
+    chat, first_token, generate, options, refused, refused_for, still_works, streamed, whole,
 };
 use velox_e2e::gateway::{Gateway, Plan};
 use velox_e2e::programs::{long_tests, program, real_model};
@@ -78,6 +78,36 @@ fn a_cancelled_row_leaves_the_queue_the_prefill_and_the_decode() -> anyhow::Resu
         drop(prefilling);
         base.back_to(&gateway).await?;
         still_works(&client).await
+    })
+}
+
+#[test]
+fn an_answer_does_not_depend_on_those_that_were_cancelled() -> anyhow::Result<()> {
+    let Some(model) = real_model() else {
+        return Ok(());
+    };
+    story(|| async move {
+        let gateway = Plan::real(&model, "cpu")?.start().await?;
+        let client = gateway.client();
+        let request = || generate("The lighthouse keeper climbed the stairs and", 12);
+        let fresh = streamed(&client, request()).await?.token_ids;
+        for step in 1..=8 {
+            // The same prompt, one that it begins with, and one that goes on from it, each cancelled midway.
+            for text in [
+                "The lighthouse keeper climbed the stairs and",
+                "The lighthouse keeper",
+                "The lighthouse keeper climbed the stairs and saw",
+            ] {
+                let mut answer = client.clone().generate(endless(text), None).await?;
+                for _ in 0..step {
+                    first_token(&mut answer).await?;
+                }
+            }
+            let again = streamed(&client, request()).await?.token_ids;
+            assert_eq!(again, fresh, "after cancels at step {step}");
+        }
+        Snapshot::at_rest(&gateway).await?;
+        Ok(())
     })
 }
 
