@@ -5,6 +5,7 @@
 //! token's stage returns must not depend on the other tokens of the batch (`REFERENCE` and `CPU`: bit for bit).
 
 pub mod cpu;
+pub mod host;
 pub mod reference;
 
 use std::fmt::Debug;

@@ -6,20 +6,20 @@ use velox_kernels::attention::{AttendCall, PagedView};
 use velox_kernels::cpu::{
     self, Activations, AttendSpan, Cpu, CpuDevice, CpuKernelSet, Product, RopeTable,
 };
-use velox_kernels::error::OpError;
 use velox_kernels::label::BackendLabel;
 use velox_kernels::matrix::Matrix;
 use velox_kernels::ran::Ran;
 use velox_kernels::rotary::Pairing;
-use velox_kvcache::{KvShape, PageBudget, PagedCache};
+use velox_kvcache::{PageBudget, PagedCache};
 
+use super::host::{self, LogitRows, rows_of, score_scale};
 use super::{
     Attended, AttentionShape, Backend, CacheBytes, GatedMlp, Linear, Norm, QkNorm, Qkv, RowSamples,
     RowSpan, ScoreRequest, ScoreResult, StatsRequest,
 };
 use crate::error::EngineError;
-use crate::sampler::{self, SampleRequest};
-use crate::spec::{RopePairing, RopeSpec};
+use crate::sampler::SampleRequest;
+use crate::spec::RopeSpec;
 
 /// Runs every stage by `velox_kernels::cpu`. Weights stay where they are mapped.
 #[derive(Debug)]
@@ -27,13 +27,6 @@ pub struct CpuBackend {
     cpu: Cpu,
     budget: PageBudget,
     rope: Option<(Pairing, RopeTable)>,
-}
-
-/// Rows of logits `[rows, V]`.
-#[derive(Debug)]
-pub struct LogitRows {
-    vocab_size: usize,
-    values: Vec<f32>,
 }
 
 type Evaluated<T> = Result<Ran<CpuDevice, T>, EngineError>;
@@ -114,32 +107,6 @@ impl CpuBackend {
     }
 }
 
-fn rows_of(values: &[f32], width: usize) -> usize {
-    values.len().checked_div(width).unwrap_or(0)
-}
-
-/// Softmax scale of plain attention.
-fn score_scale(head_dim: usize) -> f32 {
-    #[expect(
-        clippy::cast_precision_loss,
-        clippy::cast_possible_truncation,
-        reason = "a head has far fewer than 2^52 elements; the factor is rounded to f32 on purpose"
-    )]
-    let scale = (1.0 / (head_dim as f64).sqrt()) as f32;
-    scale
-}
-
-/// Takes one row out of `[rows, width]`.
-fn row_at(values: &[f32], width: usize, row: usize) -> Result<&[f32], EngineError> {
-    row.checked_mul(width)
-        .and_then(|start| values.get(start..start.checked_add(width)?))
-        .ok_or(EngineError::Kernel(OpError::AboveLimit {
-            what: "row of a batch",
-            limit: rows_of(values, width).saturating_sub(1),
-            value: row,
-        }))
-}
-
 /// Appends the spans' keys and values, then views their caches; a row that fails is skipped and has no view.
 fn append<'s>(
     qkv: &Qkv<Vec<f32>>,
@@ -184,10 +151,7 @@ impl Backend for CpuBackend {
     }
 
     fn prepare_rope(&mut self, rope: &RopeSpec, _context_length: usize) -> Result<(), EngineError> {
-        let pairing = match rope.pairing {
-            RopePairing::HalfSplit => Pairing::HalfSplit,
-            RopePairing::Interleaved => Pairing::Interleaved,
-        };
+        let pairing = host::pairing_of(rope.pairing);
         let table = RopeTable::new(&rope.inverse_frequencies, rope.attention_factor);
         self.rope = Some((pairing, table));
         Ok(())
@@ -199,12 +163,7 @@ impl Backend for CpuBackend {
         shape: AttentionShape,
         capacity_tokens: usize,
     ) -> Result<PagedCache, EngineError> {
-        let shape = KvShape {
-            n_layers,
-            n_kv_heads: shape.n_kv_heads,
-            head_dim: shape.head_dim,
-        };
-        Ok(PagedCache::new(shape, capacity_tokens, &self.budget)?)
+        host::new_cache(n_layers, shape, capacity_tokens, &self.budget)
     }
 
     fn reserve(&mut self, cache: &mut PagedCache, tokens: usize) -> Result<(), EngineError> {
@@ -212,11 +171,7 @@ impl Backend for CpuBackend {
     }
 
     fn cache_bytes(&self, cache: &PagedCache) -> CacheBytes {
-        let bytes = cache.allocated_bytes();
-        CacheBytes {
-            keys: bytes.keys,
-            values: bytes.values,
-        }
+        host::cache_bytes(cache)
     }
 
     fn embed(&mut self, table: &Matrix, token_ids: &[u32]) -> Evaluated<Vec<f32>> {
@@ -352,10 +307,7 @@ impl Backend for CpuBackend {
         head: &Matrix,
     ) -> Evaluated<LogitRows> {
         let width = norm.weight.len();
-        let mut gathered = Vec::with_capacity(rows.len() * width);
-        for row in rows {
-            gathered.extend_from_slice(row_at(hidden, width, *row)?);
-        }
+        let gathered = host::gather(hidden, width, rows)?;
         let input = self.normed(&gathered, norm)?;
         let mut values = vec![0.0; rows.len() * head.rows()];
         let ran = cpu::mat_mul(&self.cpu, input.value(), head, &mut values)?;
@@ -370,15 +322,7 @@ impl Backend for CpuBackend {
         logits: &Ran<CpuDevice, LogitRows>,
         requests: &mut [SampleRequest<'_>],
     ) -> Evaluated<RowSamples> {
-        Ok(logits.as_ref().map(|logits| {
-            requests
-                .iter()
-                .map(|request| {
-                    let row = row_at(&logits.values, logits.vocab_size, request.logits_row)?;
-                    sampler::sample(row, request)
-                })
-                .collect()
-        }))
+        Ok(logits.as_ref().map(|logits| logits.sample(requests)))
     }
 
     fn score(
@@ -386,13 +330,7 @@ impl Backend for CpuBackend {
         logits: &LogitRows,
         requests: &[ScoreRequest],
     ) -> Result<Vec<ScoreResult>, EngineError> {
-        requests
-            .iter()
-            .map(|request| {
-                let row = row_at(&logits.values, logits.vocab_size, request.logits_row)?;
-                sampler::score(row, request)
-            })
-            .collect()
+        logits.score(requests)
     }
 
     fn read_activation(&mut self, activation: &Vec<f32>) -> Result<Vec<f32>, EngineError> {

@@ -1,20 +1,20 @@
 //! The stages by the oracle's ops: readable f32, any block type, any machine.
 
 use velox_kernels::attention::AttendCall;
-use velox_kernels::error::OpError;
 use velox_kernels::matrix::Matrix;
 use velox_kernels::ran::Ran;
 use velox_kernels::reference::{self, ReferenceDevice};
-use velox_kernels::rotary::{Pairing, Rotation};
-use velox_kvcache::{KvShape, PageBudget, PagedCache};
+use velox_kernels::rotary::Rotation;
+use velox_kvcache::{PageBudget, PagedCache};
 
+use super::host::{self, LogitRows, rows_of, score_scale};
 use super::{
     Attended, AttentionShape, Backend, CacheBytes, GatedMlp, Linear, Norm, QkNorm, Qkv, RowSamples,
     RowSpan, ScoreRequest, ScoreResult, StatsRequest,
 };
 use crate::error::EngineError;
-use crate::sampler::{self, SampleRequest};
-use crate::spec::{RopePairing, RopeSpec};
+use crate::sampler::SampleRequest;
+use crate::spec::RopeSpec;
 
 /// Runs every stage by `velox_kernels::reference`.
 #[derive(Debug)]
@@ -22,13 +22,6 @@ pub struct ReferenceBackend {
     threads: usize,
     budget: PageBudget,
     rope: Option<RopeSpec>,
-}
-
-/// Rows of logits `[rows, V]`.
-#[derive(Debug)]
-pub struct LogitRows {
-    vocab_size: usize,
-    values: Vec<f32>,
 }
 
 type Evaluated<T> = Result<Ran<ReferenceDevice, T>, EngineError>;
@@ -66,20 +59,13 @@ impl ReferenceBackend {
             EngineError::InvalidPlan("the rotary embedding was not prepared".to_owned())
         })?;
         let rotation = Rotation {
-            pairing: match rope.pairing {
-                RopePairing::HalfSplit => Pairing::HalfSplit,
-                RopePairing::Interleaved => Pairing::Interleaved,
-            },
+            pairing: host::pairing_of(rope.pairing),
             inverse_frequencies: &rope.inverse_frequencies,
             attention_factor: rope.attention_factor,
             head_dim,
         };
         Ok(reference::rope(activations, positions, &rotation)?)
     }
-}
-
-fn rows_of(values: &[f32], width: usize) -> usize {
-    values.len().checked_div(width).unwrap_or(0)
 }
 
 fn join(
@@ -93,17 +79,6 @@ fn normed(input: &[f32], norm: &Norm<Vec<f32>>) -> Evaluated<Vec<f32>> {
     let mut out = vec![0.0; input.len()];
     let ran = reference::rms_norm(input, &norm.weight, norm.epsilon, &mut out)?;
     Ok(ran.map(|()| out))
-}
-
-/// Softmax scale of plain attention.
-fn score_scale(head_dim: usize) -> f32 {
-    #[expect(
-        clippy::cast_precision_loss,
-        clippy::cast_possible_truncation,
-        reason = "a head has far fewer than 2^52 elements; the factor is rounded to f32 on purpose"
-    )]
-    let scale = (1.0 / (head_dim as f64).sqrt()) as f32;
-    scale
 }
 
 /// Appends and attends for one row; `output` is `[its tokens, H*K]`.
@@ -122,17 +97,6 @@ fn attend_row(
         threads,
         output,
     )?)
-}
-
-/// Takes one row out of `[rows, width]`.
-fn row_at(values: &[f32], width: usize, row: usize) -> Result<&[f32], EngineError> {
-    row.checked_mul(width)
-        .and_then(|start| values.get(start..start.checked_add(width)?))
-        .ok_or(EngineError::Kernel(OpError::AboveLimit {
-            what: "row of a batch",
-            limit: rows_of(values, width).saturating_sub(1),
-            value: row,
-        }))
 }
 
 impl Backend for ReferenceBackend {
@@ -162,12 +126,7 @@ impl Backend for ReferenceBackend {
         shape: AttentionShape,
         capacity_tokens: usize,
     ) -> Result<PagedCache, EngineError> {
-        let shape = KvShape {
-            n_layers,
-            n_kv_heads: shape.n_kv_heads,
-            head_dim: shape.head_dim,
-        };
-        Ok(PagedCache::new(shape, capacity_tokens, &self.budget)?)
+        host::new_cache(n_layers, shape, capacity_tokens, &self.budget)
     }
 
     fn reserve(&mut self, cache: &mut PagedCache, tokens: usize) -> Result<(), EngineError> {
@@ -175,11 +134,7 @@ impl Backend for ReferenceBackend {
     }
 
     fn cache_bytes(&self, cache: &PagedCache) -> CacheBytes {
-        let bytes = cache.allocated_bytes();
-        CacheBytes {
-            keys: bytes.keys,
-            values: bytes.values,
-        }
+        host::cache_bytes(cache)
     }
 
     fn embed(&mut self, table: &Matrix, token_ids: &[u32]) -> Evaluated<Vec<f32>> {
@@ -312,10 +267,7 @@ impl Backend for ReferenceBackend {
         head: &Matrix,
     ) -> Evaluated<LogitRows> {
         let width = norm.weight.len();
-        let mut gathered = Vec::with_capacity(rows.len() * width);
-        for row in rows {
-            gathered.extend_from_slice(row_at(hidden, width, *row)?);
-        }
+        let gathered = host::gather(hidden, width, rows)?;
         let input = normed(&gathered, norm)?;
         let mut out = vec![0.0; rows.len() * head.rows()];
         let ran = reference::mat_mul(input.value(), head, self.threads, &mut out)?;
@@ -330,15 +282,7 @@ impl Backend for ReferenceBackend {
         logits: &Ran<ReferenceDevice, LogitRows>,
         requests: &mut [SampleRequest<'_>],
     ) -> Evaluated<RowSamples> {
-        Ok(logits.as_ref().map(|logits| {
-            requests
-                .iter()
-                .map(|request| {
-                    let row = row_at(&logits.values, logits.vocab_size, request.logits_row)?;
-                    sampler::sample(row, request)
-                })
-                .collect()
-        }))
+        Ok(logits.as_ref().map(|logits| logits.sample(requests)))
     }
 
     fn score(
@@ -346,13 +290,7 @@ impl Backend for ReferenceBackend {
         logits: &LogitRows,
         requests: &[ScoreRequest],
     ) -> Result<Vec<ScoreResult>, EngineError> {
-        requests
-            .iter()
-            .map(|request| {
-                let row = row_at(&logits.values, logits.vocab_size, request.logits_row)?;
-                sampler::score(row, request)
-            })
-            .collect()
+        logits.score(requests)
     }
 
     fn read_activation(&mut self, activation: &Vec<f32>) -> Result<Vec<f32>, EngineError> {
