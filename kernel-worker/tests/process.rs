@@ -1,4 +1,8 @@
 //! The real worker process, driven over its two inherited sockets as the gateway does it.
+#![expect(
+    clippy::unwrap_used,
+    reason = "a test that cannot set up its worker has failed"
+)]
 
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
