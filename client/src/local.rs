@@ -50,7 +50,7 @@ pub struct LocalGateway {
 }
 
 impl LocalGateway {
-    /// Starts a gateway and waits until it serves: models are loaded, workers are ready. Blocks.
+    /// Starts a gateway and waits until it serves: a worker has loaded every model. Blocks.
     ///
     /// # Errors
     /// [`ClientError::Spawn`] or [`ClientError::NotServing`].

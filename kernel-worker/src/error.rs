@@ -86,10 +86,10 @@ pub enum WorkerError {
 #[must_use]
 pub fn engine_reason(error: &EngineError) -> Reason {
     match error {
-        EngineError::InvalidModel { .. } | EngineError::UnsupportedModel { .. } => {
-            Reason::InvalidModel
-        }
-        EngineError::Unreadable { .. } => Reason::ModelNotFound,
+        // The gateway has checked that the model's path exists: what cannot be read belongs to a broken model.
+        EngineError::InvalidModel { .. }
+        | EngineError::UnsupportedModel { .. }
+        | EngineError::Unreadable { .. } => Reason::InvalidModel,
         EngineError::BackendUnavailable { .. } => Reason::BackendUnavailable,
         EngineError::OutOfMemory { .. } => Reason::OutOfMemory,
         EngineError::Numeric(_) => Reason::NumericError,

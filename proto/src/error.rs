@@ -127,7 +127,7 @@ pub trait ServiceError: std::error::Error {
 #[must_use]
 pub fn to_status(error: &dyn ServiceError) -> Status {
     let reason = error.reason();
-    let message = clip(error.to_string());
+    let message = clip(with_causes(error));
     let mut details = ErrorDetails::with_error_info(reason.name(), DOMAIN, error.metadata());
     if let Some(field) = error.field() {
         details.add_bad_request_violation(field, message.clone());
@@ -139,6 +139,21 @@ pub fn to_status(error: &dyn ServiceError) -> Status {
         details.add_precondition_failure_violation(reason.name(), DOMAIN, message.clone());
     }
     Status::with_error_details(reason.code(), message, details)
+}
+
+/// The error's text and those of its causes, unless it repeats them itself.
+fn with_causes(error: &dyn ServiceError) -> String {
+    let mut message = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let text = error.to_string();
+        if !message.contains(&text) {
+            message.push_str(": ");
+            message.push_str(&text);
+        }
+        cause = error.source();
+    }
+    message
 }
 
 fn clip(mut message: String) -> String {
@@ -265,6 +280,29 @@ mod tests {
         let fault = ServiceFault::from_status(&Status::unavailable("connection refused"));
         assert_eq!(fault.reason, Reason::WorkerUnavailable);
         assert_eq!(fault.message, "connection refused");
+    }
+
+    #[test]
+    fn the_cause_of_an_error_travels_once() {
+        #[derive(Debug, thiserror::Error)]
+        enum Unreadable {
+            #[error("cannot read model.gguf")]
+            Silent(#[source] std::io::Error),
+            #[error("cannot read model.gguf: {0}")]
+            Telling(#[source] std::io::Error),
+        }
+        impl ServiceError for Unreadable {
+            fn reason(&self) -> Reason {
+                Reason::InvalidModel
+            }
+        }
+        let cause = || std::io::Error::other("disk on fire");
+        for error in [Unreadable::Silent(cause()), Unreadable::Telling(cause())] {
+            assert_eq!(
+                to_status(&error).message(),
+                "cannot read model.gguf: disk on fire"
+            );
+        }
     }
 
     #[test]

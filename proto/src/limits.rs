@@ -9,8 +9,9 @@ pub const MAX_TOKENIZER_CHUNK_BYTES: usize = 1024 * 1024;
 /// Largest encoded tokenizer description that the gateway accepts.
 pub const MAX_TOKENIZER_BYTES: usize = 128 * 1024 * 1024;
 
-/// Largest frame of the step channel.
-pub const MAX_STEP_FRAME_BYTES: usize = 8 * 1024 * 1024;
+/// Largest frame of the step channel: a plan opens at most one row, whose lists of tokens are bounded by
+/// [`MAX_TOKEN_LIST`]. Decoding a hostile frame of empty messages takes about a hundred times its length.
+pub const MAX_STEP_FRAME_BYTES: usize = 2 * 1024 * 1024;
 
 /// Largest message of the public API, and of the control channel.
 pub const MAX_MESSAGE_BYTES: usize = 64 * 1024 * 1024;

@@ -356,7 +356,10 @@ mod tests {
         );
         assert_eq!(refused(|h| h.offset = 64), HandleError::Misaligned(64));
         assert_eq!(
-            refused(|h| h.offset = u64::MAX - SLOT_ALIGNMENT_BYTES + 1),
+            refused(|h| {
+                (h.shape, h.byte_len) = (vec![8192], 32_768);
+                h.offset = u64::MAX - SLOT_ALIGNMENT_BYTES + 1;
+            }),
             HandleError::Overflow
         );
         assert!(matches!(
