@@ -1,5 +1,7 @@
 //! The control service: forwards to the tensor thread and answers facts itself.
 
+mod socket;
+
 use std::os::unix::net::UnixStream;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -15,6 +17,7 @@ use velox_proto::worker::v1::worker_control_service_server::{
     WorkerControlService, WorkerControlServiceServer,
 };
 
+use self::socket::WatchedSocket;
 use crate::command::{Command, CommandSender, Reply};
 use crate::error::WorkerError;
 
@@ -66,7 +69,8 @@ pub async fn serve(socket: UnixStream, service: ControlService) -> Result<(), Wo
         source,
     };
     let socket = tokio::net::UnixStream::from_std(socket).map_err(failed)?;
-    // The server ends with its stream of connections, so that must not end; the tensor thread sees a dead gateway.
+    let (socket, gone) = WatchedSocket::new(socket);
+    // The server ends with its stream of connections, so that must not end before the connection does.
     let connection =
         tokio_stream::once(Ok::<_, std::io::Error>(socket)).chain(tokio_stream::pending());
     let control = WorkerControlServiceServer::new(service.clone())
@@ -77,10 +81,12 @@ pub async fn serve(socket: UnixStream, service: ControlService) -> Result<(), Wo
     let router = router.add_service(
         velox_proto::worker::v1::fault_service_server::FaultServiceServer::new(service),
     );
-    router
-        .serve_with_incoming(connection)
-        .await
-        .map_err(|error| failed(std::io::Error::other(error)))
+    tokio::select! {
+        served = router.serve_with_incoming(connection) => {
+            served.map_err(|error| failed(std::io::Error::other(error)))
+        }
+        _ = gone => Ok(()),
+    }
 }
 
 type Events<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;

@@ -277,6 +277,15 @@ pub fn result(sequence: u64, outcome: StepOutcome, compute_us: u64) -> wire::Ste
     }
 }
 
+/// Answers a plan that only closed rows: nothing ran, so nothing is labelled.
+#[must_use]
+pub fn nothing_ran(sequence: u64) -> wire::StepResult {
+    wire::StepResult {
+        sequence,
+        ..wire::StepResult::default()
+    }
+}
+
 /// Answers a plan that was refused as a whole: each of its rows failed for the same reason.
 #[must_use]
 pub fn refused(sequence: u64, rows: &[u64], error: &WorkerError) -> wire::StepResult {

@@ -19,6 +19,7 @@ pub mod fault;
 pub mod kernel_set;
 pub mod lifecycle;
 pub mod probe;
+mod residents;
 pub mod run_op;
 pub mod step_channel;
 pub mod tensor_thread;

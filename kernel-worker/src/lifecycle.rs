@@ -78,7 +78,10 @@ pub fn run(config: &Config) -> Result<(), WorkerError> {
                 // SYNC POINT: pairs with the load in TensorThread::run; the wake-up makes it look.
                 stop.store(true, Ordering::Release);
                 commands.wake();
-                finished(ended.await)
+                tokio::select! {
+                    result = &mut served => result,
+                    result = &mut ended => finished(result),
+                }
             }
         }
     })

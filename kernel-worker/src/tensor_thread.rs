@@ -3,7 +3,6 @@
 //! It waits for the step channel and for commands at once. Plans are executed in the order they arrive; a plan that
 //! waits in the socket is the one in flight ahead. With an eager backend the work happens in `submit`.
 
-use std::collections::HashMap;
 use std::io::Read as _;
 use std::os::fd::AsFd as _;
 use std::path::Path;
@@ -13,7 +12,7 @@ use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, poll};
 use velox_engine::load::{LoadOptions, LoadProgress, load};
-use velox_engine::step::{Progress, RowId, Runner, StepOutcome, StepPlan};
+use velox_engine::step::{Progress, RowId, StepOutcome};
 use velox_proto::tensor::TensorHandle;
 use velox_proto::worker::v1 as wire;
 use velox_proto::worker::v1::gateway_frame::Frame as FromGateway;
@@ -24,7 +23,8 @@ use crate::command::{Command, CommandReceiver, LoadEvent, TokenizerBytes};
 use crate::config::Config;
 use crate::convert;
 use crate::error::WorkerError;
-use crate::facts::{TokenizerBlob, model_facts, tokenizer_blob};
+use crate::facts::{model_facts, tokenizer_blob};
+use crate::residents::{Resident, Residents};
 use crate::run_op;
 use crate::step_channel::{ReadState, StepChannel};
 
@@ -47,26 +47,10 @@ pub struct TensorThread {
     memory: PeerSegments,
     pulse: Pulse,
     kernels: run_op::KernelSets,
-    models: HashMap<String, Resident>,
-    row_models: HashMap<RowId, String>,
+    residents: Residents,
     draining: bool,
     #[cfg(feature = "fault-hooks")]
     faults: crate::fault::Faults,
-}
-
-/// A loaded model.
-struct Resident {
-    runner: Box<dyn Runner>,
-    tokenizer: TokenizerBlob,
-}
-
-impl std::fmt::Debug for Resident {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter
-            .debug_struct("Resident")
-            .field("open_rows", &self.runner.open_rows())
-            .finish_non_exhaustive()
-    }
 }
 
 /// Shows the gateway that layers are finished.
@@ -83,7 +67,8 @@ impl Progress for Pulse {
     }
 
     fn is_cancelled(&self) -> bool {
-        // Plans are short and the process ends with its gateway: there is nothing to give up for.
+        // A cancelled row is freed when the plans in flight retire, and the process ends with its gateway: there is
+        // nothing to give a plan up for.
         false
     }
 }
@@ -105,8 +90,7 @@ impl TensorThread {
             stop,
             memory: PeerSegments::new(),
             pulse: Pulse::default(),
-            models: HashMap::new(),
-            row_models: HashMap::new(),
+            residents: Residents::default(),
             draining: false,
             #[cfg(feature = "fault-hooks")]
             faults: crate::fault::Faults::default(),
@@ -213,14 +197,20 @@ impl TensorThread {
     }
 
     /// Runs a plan; whatever is wrong with it becomes an error of its rows, never of the process.
-    fn execute(&mut self, plan: wire::StepPlan) -> wire::StepResult {
+    fn execute(&mut self, mut plan: wire::StepPlan) -> wire::StepResult {
         let sequence = plan.sequence;
+        // First, so that no refusal of the rest can leave them open.
+        let closed: Vec<RowId> = plan.close_rows.drain(..).map(RowId).collect();
+        self.residents.close(&closed, &self.pulse);
         let rows: Vec<u64> = plan
             .prefill
             .iter()
             .map(|chunk| chunk.row)
             .chain(plan.decode.iter().map(|row| row.row))
             .collect();
+        if rows.is_empty() {
+            return convert::nothing_ran(sequence);
+        }
         let _span = tracing::debug_span!("plan", sequence, rows = rows.len()).entered();
         for row in &plan.open_rows {
             tracing::debug!(row = row.row, traceparent = %row.traceparent, "row opens");
@@ -233,122 +223,19 @@ impl TensorThread {
             }
             Err(error) => {
                 tracing::warn!(sequence, %error, "plan refused");
-                self.forget(rows.iter().copied().map(RowId).collect());
+                let rows_of_plan: Vec<RowId> = rows.iter().copied().map(RowId).collect();
+                self.residents.close(&rows_of_plan, &self.pulse);
                 convert::refused(sequence, &rows, &error)
             }
         }
     }
 
     fn try_execute(&mut self, plan: wire::StepPlan) -> Result<StepOutcome, WorkerError> {
-        let opens = !plan.open_rows.is_empty();
-        let mut valid = convert::plan(plan, &self.memory)?;
-        if self.draining && opens {
+        if self.draining && !plan.open_rows.is_empty() {
             return Err(WorkerError::Draining);
         }
-        let model = self.model_of(&valid)?;
-        let closed = std::mem::take(&mut valid.plan.close_rows);
-        self.close_elsewhere(&closed, model.as_deref())?;
-        valid.plan.close_rows = match &model {
-            None => Vec::new(),
-            Some(name) => closed
-                .into_iter()
-                .filter(|row| self.row_models.get(row) == Some(name))
-                .collect(),
-        };
-        let Some(name) = model else {
-            return Err(WorkerError::Invalid {
-                field: "plan",
-                problem: "has no rows".to_owned(),
-            });
-        };
-        for row in &valid.plan.close_rows {
-            self.row_models.remove(row);
-        }
-        let opened: Vec<RowId> = valid.plan.open_rows.iter().map(|row| row.row).collect();
-        let resident = self
-            .models
-            .get_mut(&name)
-            .ok_or_else(|| WorkerError::ModelNotFound(name.clone()))?;
-        let ticket = resident.runner.submit(valid.plan, &self.pulse)?;
-        let mut outcome = resident.runner.collect(ticket)?;
-        self.row_models
-            .extend(opened.into_iter().map(|row| (row, name.clone())));
-        for row in &mut outcome.rows {
-            if row.result.is_err() {
-                self.row_models.remove(&row.row);
-            }
-            store_logits(row, &valid.logits, &self.memory);
-        }
-        Ok(outcome)
-    }
-
-    /// Finds the model that a plan's rows belong to.
-    fn model_of(&self, plan: &convert::ValidPlan) -> Result<Option<String>, WorkerError> {
-        let prefill = plan.plan.prefill.iter().map(|chunk| chunk.row);
-        let working = prefill.chain(plan.plan.decode.iter().map(|row| row.row));
-        let mut model = plan.model.clone();
-        for row in working {
-            let Some(name) = self.row_models.get(&row) else {
-                continue;
-            };
-            match &model {
-                None => model = Some(name.clone()),
-                Some(other) if other == name => {}
-                Some(other) => {
-                    return Err(WorkerError::Invalid {
-                        field: "plan",
-                        problem: format!("mixes rows of models {other:?} and {name:?}"),
-                    });
-                }
-            }
-        }
-        let closing = || {
-            plan.plan
-                .close_rows
-                .iter()
-                .find_map(|row| self.row_models.get(row))
-        };
-        Ok(model.or_else(|| closing().cloned()))
-    }
-
-    /// Closes rows of models that the plan does not run.
-    fn close_elsewhere(&mut self, rows: &[RowId], model: Option<&str>) -> Result<(), WorkerError> {
-        let mut by_model: HashMap<String, Vec<RowId>> = HashMap::new();
-        for row in rows {
-            match self.row_models.get(row) {
-                Some(name) if Some(name.as_str()) != model => {
-                    by_model.entry(name.clone()).or_default().push(*row);
-                }
-                // A row that failed is closed already.
-                Some(_) | None => {}
-            }
-        }
-        for (name, rows) in by_model {
-            for row in &rows {
-                self.row_models.remove(row);
-            }
-            self.close(&name, rows)?;
-        }
-        Ok(())
-    }
-
-    fn close(&mut self, model: &str, rows: Vec<RowId>) -> Result<(), WorkerError> {
-        if let Some(resident) = self.models.get_mut(model) {
-            let plan = StepPlan {
-                close_rows: rows,
-                ..StepPlan::default()
-            };
-            let ticket = resident.runner.submit(plan, &self.pulse)?;
-            resident.runner.collect(ticket)?;
-        }
-        Ok(())
-    }
-
-    /// Frees the rows of a refused plan as far as they are open.
-    fn forget(&mut self, rows: Vec<RowId>) {
-        if let Err(error) = self.close_elsewhere(&rows, None) {
-            tracing::error!(%error, "rows of a refused plan could not be closed");
-        }
+        let valid = convert::plan(plan, &self.memory)?;
+        self.residents.run(valid, &self.memory, &self.pulse)
     }
 
     fn serve_commands(&mut self) {
@@ -368,7 +255,7 @@ impl TensorThread {
                 let _ = events.try_send(last);
             }
             Command::Unload { name, reply } => {
-                let _ = reply.send(self.unload(&name));
+                let _ = reply.send(self.residents.remove(&name));
             }
             Command::Tokenizer { request, reply } => {
                 let _ = reply.send(self.tokenizer(request));
@@ -382,7 +269,7 @@ impl TensorThread {
             }
             Command::Drain { reply } => {
                 self.draining = true;
-                let _ = reply.send(Ok(self.row_models.len()));
+                let _ = reply.send(Ok(self.residents.open_rows()));
             }
             #[cfg(feature = "fault-hooks")]
             Command::Fault { request, reply } => {
@@ -396,9 +283,7 @@ impl TensorThread {
         request: &wire::LoadModelRequest,
         events: &tokio::sync::mpsc::Sender<LoadEvent>,
     ) -> LoadEvent {
-        if self.models.contains_key(&request.name) {
-            return Err(WorkerError::ModelExists(request.name.clone()));
-        }
+        self.residents.expect_free(&request.name)?;
         let backend = convert::label_of("backend", request.backend)?;
         let method = request.kv_method.as_str();
         velox_kvcache::KvMethod::parse(if method.is_empty() { "none" } else { method }).map_err(
@@ -426,7 +311,7 @@ impl TensorThread {
             &loaded.tokenizer,
             &tokenizer.sha256,
         );
-        self.models.insert(
+        self.residents.insert(
             request.name.clone(),
             Resident {
                 runner: loaded.runner,
@@ -441,28 +326,8 @@ impl TensorThread {
         })
     }
 
-    fn unload(&mut self, name: &str) -> Result<(), WorkerError> {
-        let resident = self
-            .models
-            .get(name)
-            .ok_or_else(|| WorkerError::ModelNotFound(name.to_owned()))?;
-        let rows = resident.runner.open_rows();
-        if rows > 0 {
-            return Err(WorkerError::ModelBusy {
-                name: name.to_owned(),
-                rows,
-            });
-        }
-        self.models.remove(name);
-        Ok(())
-    }
-
     fn tokenizer(&self, request: wire::GetTokenizerRequest) -> Result<TokenizerBytes, WorkerError> {
-        let resident = self
-            .models
-            .get(&request.model)
-            .ok_or_else(|| WorkerError::ModelNotFound(request.model.clone()))?;
-        let blob = &resident.tokenizer;
+        let blob = &self.residents.get(&request.model)?.tokenizer;
         let inline = match request.destination {
             None => blob.bytes.clone(),
             Some(handle) => {
@@ -476,23 +341,6 @@ impl TensorThread {
             total_bytes: u64::try_from(blob.bytes.len()).unwrap_or(u64::MAX),
             sha256: blob.sha256.clone(),
         })
-    }
-}
-
-/// Moves a scored row's logits to their destination; a destination that does not fit fails the row only.
-fn store_logits(
-    row: &mut velox_engine::step::RowOutcome,
-    destinations: &HashMap<RowId, TensorHandle>,
-    memory: &PeerSegments,
-) {
-    let (Ok(output), Some(handle)) = (&mut row.result, destinations.get(&row.row)) else {
-        return;
-    };
-    let logits = std::mem::take(&mut output.logits);
-    if let Err(error) = memory.write(handle, bytemuck::cast_slice(&logits)) {
-        row.result = Err(velox_engine::error::EngineError::InvalidPlan(format!(
-            "logits cannot be stored: {error}"
-        )));
     }
 }
 

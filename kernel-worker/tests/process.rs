@@ -33,6 +33,8 @@ struct Worker {
     step: UnixStream,
     decoder: frame::FrameDecoder,
     control: WorkerControlServiceClient<Channel>,
+    #[cfg(feature = "fault-hooks")]
+    channel: Channel,
     runtime: tokio::runtime::Runtime,
 }
 
@@ -66,7 +68,9 @@ impl Worker {
             child,
             step,
             decoder: frame::FrameDecoder::new(),
-            control: WorkerControlServiceClient::new(channel),
+            control: WorkerControlServiceClient::new(channel.clone()),
+            #[cfg(feature = "fault-hooks")]
+            channel,
             runtime,
         }
     }
@@ -502,6 +506,52 @@ fn a_file_as_a_segment_is_refused_and_the_worker_lives() {
 fn the_worker_ends_with_its_gateway() {
     let mut worker = Worker::start();
     worker.answers_pings();
+    worker.step.shutdown(std::net::Shutdown::Both).unwrap();
+    assert!(worker.child.wait().unwrap().success());
+}
+
+#[test]
+fn the_end_of_the_control_channel_alone_ends_the_worker() {
+    let mut worker = Worker::start();
+    worker.load();
+    // The connection lives on its runtime; the step channel stays open.
+    worker.runtime = tokio::runtime::Builder::new_current_thread()
+        .build()
+        .unwrap();
+    assert!(worker.child.wait().unwrap().success());
+}
+
+#[cfg(feature = "fault-hooks")]
+#[test]
+fn a_wedged_worker_ends_with_its_gateway() {
+    use velox_proto::worker::v1::fault_service_client::FaultServiceClient;
+
+    let mut worker = Worker::start();
+    worker.load();
+    let mut faults = FaultServiceClient::new(worker.channel.clone());
+    let request = wire::InjectFaultRequest {
+        fault: wire::Fault::Wedge.into(),
+        ..wire::InjectFaultRequest::default()
+    };
+    worker
+        .runtime
+        .block_on(faults.inject_fault(request))
+        .unwrap();
+    worker.send(
+        ToWorker::Plan(wire::StepPlan {
+            sequence: 1,
+            ..wire::StepPlan::default()
+        }),
+        &[],
+    );
+    // Facts are still answered: only the tensor thread is stuck.
+    worker
+        .runtime
+        .block_on(worker.control.clone().get_facts(wire::GetFactsRequest {}))
+        .unwrap();
+    worker.runtime = tokio::runtime::Builder::new_current_thread()
+        .build()
+        .unwrap();
     worker.step.shutdown(std::net::Shutdown::Both).unwrap();
     assert!(worker.child.wait().unwrap().success());
 }
