@@ -11,7 +11,7 @@ use crate::policy::AUTO_ORDER;
 use crate::pool::{AttestedProvenance, WorkerKey};
 use crate::scheduler::Step;
 
-/// A run of tokens of one worker.
+/// A run of results of one worker.
 #[derive(Debug)]
 struct Span {
     worker: WorkerKey,
@@ -26,6 +26,8 @@ pub struct Account {
     first_token: Option<Instant>,
     last_event: Instant,
     tokens: u32,
+    /// Results that the reader gets: sampled tokens, or scored positions.
+    published: u64,
     recoveries: u32,
     replay: &'static str,
     fallback_reason: String,
@@ -46,6 +48,7 @@ impl Account {
             first_token: None,
             last_event: now,
             tokens: 0,
+            published: 0,
             recoveries: 0,
             replay: "",
             fallback_reason: String::new(),
@@ -76,7 +79,13 @@ impl Account {
     /// A token was sampled.
     pub(super) fn token(&mut self, at: Instant) {
         self.tokens += 1;
+        self.published += 1;
         self.first_token.get_or_insert(at);
+    }
+
+    /// A position was scored.
+    pub(super) fn scored(&mut self) {
+        self.published += 1;
     }
 
     fn produced(&mut self, provenance: &AttestedProvenance) {
@@ -91,8 +100,8 @@ impl Account {
         {
             return;
         }
-        let first_token_index = u64::from(self.tokens);
-        // A worker that was lost before its first token produced nothing that anybody sees.
+        let first_token_index = self.published;
+        // A worker that was lost before its first result produced nothing that anybody sees.
         self.spans
             .retain(|span| span.wire.first_token_index < first_token_index);
         self.spans.push(Span {

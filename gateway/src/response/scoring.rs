@@ -75,6 +75,7 @@ impl Scoring {
             if score.position < next {
                 continue;
             }
+            self.account.scored();
             let token_id = self.tokens.get(index(score.position)).copied();
             self.positions.push(v1::ScoredPosition {
                 position: score.position,

@@ -13,6 +13,11 @@ use crate::planner::{Company, Decode, Goal, ModelIndex, Reader, RowId, RowView};
 use crate::pool::{AttestedProvenance, WorkerKey};
 use crate::request::{Job, Score, Work};
 
+/// How many workers in a row must die with nothing but this request on them, without any progress between, before the
+/// request is called poison. A worker may also die of something else, such as the system's memory killer: one such
+/// coincidence, or two, must not end a harmless request.
+const SOLO_CRASHES_OF_POISON: u32 = 3;
+
 /// How far a row came: tokens that are out, then prompt tokens whose result is in.
 type Progress = (u32, u32);
 
@@ -58,7 +63,10 @@ pub(super) struct Row {
     pub(super) kv_bytes: (u64, u64),
     replay: &'static str,
     company: Company,
+    /// How far it came when a worker died with it, if one did.
     crashed_at: Option<Progress>,
+    /// Workers that died while it ran alone, since it last made progress.
+    solo_crashes: u32,
     producer: Option<Producer>,
     outputs: Vec<u32>,
     has_started: bool,
@@ -93,6 +101,7 @@ impl Row {
             replay: "",
             company: Company::Any,
             crashed_at: None,
+            solo_crashes: 0,
             producer: None,
             outputs: Vec::new(),
             has_started: false,
@@ -292,6 +301,7 @@ impl Row {
             .is_some_and(|crashed| self.progress() > crashed)
         {
             self.company = Company::Any;
+            self.solo_crashes = 0;
         }
         self.tell(RowEvent::Step(Box::new(Step {
             at,
@@ -384,8 +394,10 @@ impl Row {
             };
         }
         if suspicion == Suspicion::InLostPlan && placed.in_flight > 0 {
-            let was_alone = self.company == Company::Alone;
-            if was_alone && self.crashed_at.is_some_and(|crashed| progress <= crashed) {
+            if self.company == Company::Alone {
+                self.solo_crashes += 1;
+            }
+            if self.solo_crashes >= SOLO_CRASHES_OF_POISON {
                 return Err(GatewayError::Poison {
                     cause: cause.to_owned(),
                     next_token_index: self.next_token_index(),

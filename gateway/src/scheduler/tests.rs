@@ -175,9 +175,27 @@ async fn a_poisonous_request_ends_alone_and_its_neighbours_live() {
     };
     assert_eq!(error.reason(), Reason::PoisonRequest);
     assert_eq!(error.metadata()["next_token_index"], "0");
-    assert_eq!(deaths, 2, "once together, once alone");
+    assert_eq!(deaths, 4, "once together, three times alone");
     house.finish(&mut neighbour).await.unwrap();
     assert_eq!(neighbour.tokens, expected(&[4, 5], 8));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_whose_workers_are_killed_from_outside_goes_on() {
+    let mut house = House::new(config());
+    let mut worker = house.ready(0).await;
+    let mut answer = house.submit(job(&[1, 2, 3], 8)).await;
+    // Twice three deaths without progress, the first of three while it is under no suspicion; progress between.
+    for token in 0..2 {
+        house.read(&mut answer, token).await;
+        for _ in 0..3 {
+            house.lose(worker, crash()).await;
+            worker = house.restart(worker).await;
+        }
+    }
+    house.finish(&mut answer).await.unwrap();
+    assert_eq!(answer.tokens, expected(&[1, 2, 3], 8));
+    assert_eq!(answer.recoveries, (6, "exact"));
 }
 
 #[tokio::test(start_paused = true)]
@@ -291,7 +309,7 @@ async fn shutdown_tells_every_reader() {
 #[tokio::test(start_paused = true)]
 async fn a_text_is_scored_once_even_if_its_worker_is_lost() {
     let mut house = House::new(config());
-    let worker = house.ready(0).await;
+    let worker = house.ready_on(0, v1::Backend::Reference).await;
     let tokens: Vec<u32> = (0..1100).map(|position| position % 30).collect();
     let job = score_job(&tokens, 500);
     let scoring = Scoring::new(&job);
@@ -320,6 +338,18 @@ async fn a_text_is_scored_once_even_if_its_worker_is_lost() {
         .collect();
     assert!(positions.iter().copied().eq(500..1100));
     assert_eq!(response.usage.unwrap().recoveries, 1);
+    let provenance = response.provenance.unwrap();
+    let spans: Vec<_> = provenance
+        .spans
+        .iter()
+        .map(|span| (span.first_token_index, span.backend()))
+        .collect();
+    assert_eq!(
+        spans,
+        [(0, v1::Backend::Reference), (524, v1::Backend::Cpu)],
+        "both workers have results in the answer"
+    );
+    assert_eq!(provenance.backend(), v1::Backend::Reference, "the weakest");
     let logits = response.logits.unwrap();
     assert_eq!(logits.shape, [600, u64::from(house::VOCAB_SIZE)]);
     let Some(v1::tensor::Data::Inline(bytes)) = logits.data else {
