@@ -166,7 +166,10 @@ mod tests {
         decoder.push(&[0; 4096]);
         assert!(decoder.buffer.is_empty());
         let first = decoder.next_frame().unwrap_err().to_string();
-        assert_eq!(first, "frame has 8388609 bytes, limit is 8388608");
+        assert_eq!(
+            first,
+            format!("frame has {length} bytes, limit is {MAX_STEP_FRAME_BYTES}")
+        );
         decoder.push(&encode(&ping(1)).unwrap());
         assert_eq!(decoder.next_frame().unwrap_err().to_string(), first);
         assert!(!decoder.is_at_boundary());
