@@ -1,9 +1,13 @@
 //! What was typed. No I/O here.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use velox_client::endpoint::Endpoint;
+
+/// Longest time limit: a year. The header that carries it has no room for just any number.
+const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 
 /// Talks to a Velox gateway.
 #[derive(Debug, Parser)]
@@ -51,9 +55,30 @@ pub(crate) struct Target {
     #[arg(long, global = true, value_name = "METHOD")]
     pub(crate) kv: Option<String>,
 
-    /// Give up after this many seconds
-    #[arg(long, global = true, value_name = "SECONDS")]
-    pub(crate) timeout: Option<f64>,
+    /// Give up a call, or the start of a gateway, after this many seconds
+    #[arg(long, global = true, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true)]
+    pub(crate) timeout: Option<Duration>,
+}
+
+impl Target {
+    /// Returns the model; an empty VELOX_MODEL is none.
+    pub(crate) fn model(&self) -> Option<&str> {
+        self.model.as_deref().filter(|model| !model.is_empty())
+    }
+}
+
+/// Reads a time limit: more than nothing, at most [`MAX_TIMEOUT`].
+fn seconds(text: &str) -> Result<Duration, String> {
+    text.parse()
+        .ok()
+        .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
+        .filter(|limit| !limit.is_zero() && *limit <= MAX_TIMEOUT)
+        .ok_or_else(|| {
+            format!(
+                "not a number of seconds above 0 and up to {}",
+                MAX_TIMEOUT.as_secs()
+            )
+        })
 }
 
 /// Backends by their names on the command line.
@@ -116,7 +141,8 @@ pub(crate) struct Sampling {
         long,
         visible_alias = "temperature",
         value_name = "T",
-        default_value_t = 0.0
+        default_value_t = 0.0,
+        allow_negative_numbers = true
     )]
     pub(crate) temp: f32,
 
@@ -125,11 +151,11 @@ pub(crate) struct Sampling {
     pub(crate) top_k: Option<u32>,
 
     /// Choose among the tokens that together reach probability P
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
     pub(crate) top_p: Option<f32>,
 
     /// Drop tokens below P times the best probability
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
     pub(crate) min_p: Option<f32>,
 
     /// The same seed gives the same answer
@@ -137,15 +163,15 @@ pub(crate) struct Sampling {
     pub(crate) seed: Option<u64>,
 
     /// Divide (or multiply, if negative) logits of recent tokens by this
-    #[arg(long, value_name = "R")]
+    #[arg(long, value_name = "R", allow_negative_numbers = true)]
     pub(crate) repetition_penalty: Option<f32>,
 
     /// Subtract this per occurrence in the answer
-    #[arg(long, value_name = "F")]
+    #[arg(long, value_name = "F", allow_negative_numbers = true)]
     pub(crate) frequency_penalty: Option<f32>,
 
     /// Subtract this once if the token is in the answer
-    #[arg(long, value_name = "F")]
+    #[arg(long, value_name = "F", allow_negative_numbers = true)]
     pub(crate) presence_penalty: Option<f32>,
 
     /// End before this text; may be repeated
@@ -230,8 +256,8 @@ pub(crate) struct EvalArguments {
     pub(crate) window: u32,
 
     /// Windows to score, from the beginning
-    #[arg(long, value_name = "N")]
-    pub(crate) max_windows: Option<usize>,
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) max_windows: Option<u32>,
 }
 
 /// What to do with models.
@@ -294,12 +320,43 @@ mod tests {
     }
 
     #[test]
+    fn time_limits_are_finite_and_positive() {
+        assert_eq!(seconds("1.5"), Ok(Duration::from_millis(1500)));
+        for text in ["0", "-1", "NaN", "inf", "1e30", "1e-30", "soon", ""] {
+            assert!(seconds(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn negative_numbers_are_values() {
+        let typed = [
+            "velox-client",
+            "generate",
+            "x",
+            "--temp",
+            "-1",
+            "--presence-penalty",
+            "-0.5",
+        ];
+        let typed = Arguments::try_parse_from(typed).unwrap();
+        let Command::Generate(generate) = typed.command else {
+            panic!("another command");
+        };
+        assert_eq!(generate.sampling.temp, -1.0);
+        assert_eq!(generate.sampling.presence_penalty, Some(-0.5));
+        let refused = Arguments::try_parse_from(["velox-client", "--timeout", "-1", "status"]);
+        let refused = refused.unwrap_err().to_string();
+        assert!(refused.contains("above 0"), "{refused}");
+    }
+
+    #[test]
     fn contradictions_are_refused() {
         for typed in [
             &["velox-client", "chat", "a", "--prompt", "b"][..],
             &["velox-client", "tokenize"],
             &["velox-client", "--local", "--endpoint", "unix:/x", "status"],
             &["velox-client", "--endpoint", "https://x", "status"],
+            &["velox-client", "eval", "--text", "t", "--max-windows", "0"],
         ] {
             assert!(Arguments::try_parse_from(typed).is_err(), "{typed:?}");
         }

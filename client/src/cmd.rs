@@ -10,9 +10,12 @@ mod pool;
 mod render;
 mod tokenize;
 
+use std::future::Future;
+
 use velox_proto::error::Reason;
 
 use crate::args::{Arguments, Command};
+use crate::interrupt::Interrupt;
 use crate::output::{Format, Output};
 
 /// Answer of a command as an exit code.
@@ -35,16 +38,17 @@ pub(crate) async fn run(arguments: Arguments) -> anyhow::Result<Verdict> {
     };
     let target = &arguments.target;
     match arguments.command {
+        // These two show what they have when they are interrupted.
         Command::Chat(chat) => chat::run(target, chat, output).await,
         Command::Generate(generate) => generate::run(target, generate, output).await,
-        Command::Tokenize(tokenize) => tokenize::run(target, tokenize, output).await,
-        Command::Eval(eval) => eval::run(target, eval, output).await,
-        Command::Models(models) => models::run(target, models, output).await,
-        Command::Capabilities => capabilities::run(target, output).await,
-        Command::Doctor => doctor::run(target, output).await,
-        Command::Up => pool::up(target, output).await,
-        Command::Down(down) => pool::down(target, down, output).await,
-        Command::Status => pool::status(target, output).await,
+        Command::Tokenize(tokenize) => whole(tokenize::run(target, tokenize, output), output).await,
+        Command::Eval(eval) => whole(eval::run(target, eval, output), output).await,
+        Command::Models(models) => whole(models::run(target, models, output), output).await,
+        Command::Capabilities => whole(capabilities::run(target, output), output).await,
+        Command::Doctor => whole(doctor::run(target, output), output).await,
+        Command::Up => whole(pool::up(target, output), output).await,
+        Command::Down(down) => whole(pool::down(target, down, output), output).await,
+        Command::Status => whole(pool::status(target, output), output).await,
         Command::Completions { shell } => {
             use clap::CommandFactory as _;
             let mut script = Vec::new();
@@ -56,6 +60,20 @@ pub(crate) async fn run(arguments: Arguments) -> anyhow::Result<Verdict> {
             );
             output.text(&String::from_utf8_lossy(&script))?;
             Ok(Verdict::Yes)
+        }
+    }
+}
+
+/// Runs a command that shows nothing before its end, unless the user presses Ctrl-C.
+async fn whole(
+    command: impl Future<Output = anyhow::Result<Verdict>>,
+    output: Output,
+) -> anyhow::Result<Verdict> {
+    match Interrupt::listen()?.or(command).await {
+        Some(verdict) => verdict,
+        None => {
+            render::interrupted("", output)?;
+            Ok(Verdict::No)
         }
     }
 }

@@ -12,6 +12,9 @@ pub const DEFAULT_ADDRESS: &str = "127.0.0.1:50151";
 /// Name of the socket in the runtime folder.
 const SOCKET_NAME: &str = "gateway.sock";
 
+/// Most characters of an endpoint in the name of its log: a file name has room for 255 bytes.
+const MAX_LOG_NAME_CHARS: usize = 128;
+
 /// Address of a gateway.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Endpoint {
@@ -30,6 +33,19 @@ impl Endpoint {
             Self::Tcp(DEFAULT_ADDRESS.to_owned()),
         ]
     }
+
+    /// Returns the log of a gateway that stays and was started for this endpoint.
+    ///
+    /// It lies in the user's own folder, never beside the socket: it is emptied at each start.
+    #[must_use]
+    pub fn log_file(&self) -> PathBuf {
+        let name = match self {
+            Self::Unix(path) if *path == default_socket() => "gateway.log".to_owned(),
+            Self::Unix(path) => format!("gateway-{}.log", plain(&path.to_string_lossy())),
+            Self::Tcp(address) => format!("gateway-{}.log", plain(address)),
+        };
+        runtime_folder().join(name)
+    }
 }
 
 /// Returns the folder that the gateway keeps its socket in: the user's runtime folder, else one per uid in the
@@ -46,6 +62,18 @@ pub fn runtime_folder() -> PathBuf {
 #[must_use]
 pub fn default_socket() -> PathBuf {
     runtime_folder().join(SOCKET_NAME)
+}
+
+/// Makes part of a file name from the end of a text, which differs most.
+fn plain(text: &str) -> String {
+    let skipped = text.chars().count().saturating_sub(MAX_LOG_NAME_CHARS);
+    text.chars()
+        .skip(skipped)
+        .map(|char| match char {
+            'a'..='z' | 'A'..='Z' | '0'..='9' | '.' | '_' => char,
+            _ => '-',
+        })
+        .collect()
 }
 
 impl FromStr for Endpoint {
@@ -108,6 +136,25 @@ mod tests {
             "unix:///run/x.sock".parse::<Endpoint>().unwrap(),
             Endpoint::Unix("/run/x.sock".into())
         );
+    }
+
+    #[test]
+    fn each_endpoint_has_its_own_log_in_the_runtime_folder() {
+        let name = |endpoint: Endpoint| {
+            let log = endpoint.log_file();
+            assert_eq!(log.parent(), Some(runtime_folder().as_path()));
+            log.file_name().unwrap().to_str().unwrap().to_owned()
+        };
+        assert_eq!(name(Endpoint::Unix(default_socket())), "gateway.log");
+        assert_eq!(
+            name(Endpoint::Unix("/run/a/x.sock".into())),
+            "gateway--run-a-x.sock.log"
+        );
+        assert_eq!(
+            name(Endpoint::Tcp("[::1]:7".to_owned())),
+            "gateway----1--7.log"
+        );
+        assert!(name(Endpoint::Unix("/x".repeat(200).into())).len() < 200);
     }
 
     #[test]

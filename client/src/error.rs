@@ -35,6 +35,9 @@ pub enum ClientError {
     /// The gateway refused or ended the call.
     #[error("{} ({})", .0.message, .0.reason.name())]
     Refused(Box<ServiceFault>),
+    /// The gateway died, or something between it and us did: the transport ended the call, not the gateway.
+    #[error("the connection to the gateway was lost")]
+    ConnectionLost(#[source] Box<tonic::Status>),
     /// The stream ended before its last event.
     #[error("the answer ended without a finish event")]
     Truncated,
@@ -59,6 +62,8 @@ impl From<tonic::Status> for ClientError {
         let mut fault = ServiceFault::from_status(&status);
         if expired_here(&status) {
             fault.reason = Reason::DeadlineExceeded;
+        } else if made_by_transport(&status) {
+            return Self::ConnectionLost(Box::new(status));
         }
         Self::Refused(Box::new(fault))
     }
@@ -76,9 +81,24 @@ fn expired_here(status: &tonic::Status) -> bool {
     false
 }
 
+/// Whether the status never was on the wire: only those that are made on this side have a cause.
+fn made_by_transport(status: &tonic::Status) -> bool {
+    std::error::Error::source(status).is_some() && status.details().is_empty()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_broken_transport_is_not_the_gateways_answer() {
+        let broken = std::io::Error::from(std::io::ErrorKind::ConnectionReset);
+        let lost = ClientError::from(tonic::Status::from_error(Box::new(broken)));
+        assert!(matches!(lost, ClientError::ConnectionLost(_)), "{lost}");
+        assert_eq!(lost.reason(), None);
+        let said = ClientError::from(tonic::Status::internal("the gateway says so"));
+        assert_eq!(said.reason(), Some(Reason::Internal));
+    }
 
     #[test]
     fn a_deadline_that_passed_on_our_side_is_a_deadline() {

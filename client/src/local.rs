@@ -1,8 +1,10 @@
 //! Starts a gateway: for one command, or to stay.
 
-use std::io::{BufRead as _, BufReader};
+use std::io::{BufRead as _, BufReader, Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
 
 use crate::endpoint::Endpoint;
 use crate::error::ClientError;
@@ -12,6 +14,18 @@ const GATEWAY_PROGRAM: &str = "velox-gateway";
 
 /// Longest line that a gateway may say before it serves.
 const MAX_READY_LINE_BYTES: u64 = 64 * 1024;
+
+/// Longest start unless told otherwise: a big model from a slow disk.
+const START_LIMIT: Duration = Duration::from_secs(15 * 60);
+
+/// What a gateway gets to end by itself: its default grace and a margin.
+const EXIT_LIMIT: Duration = Duration::from_secs(45);
+
+/// Between two looks at a gateway that is ending.
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
+
+/// How much of the end of a log is read for its last line.
+const LOG_TAIL_BYTES: u64 = 4096;
 
 /// What a gateway is started with.
 #[derive(Debug, Clone, Default)]
@@ -28,8 +42,10 @@ pub struct GatewayOptions {
     pub kv: Option<String>,
     /// Where it shall listen; `None` = its defaults.
     pub endpoint: Option<Endpoint>,
-    /// File for its log; `None` = our standard error.
+    /// File for its log, emptied first; `None` = our standard error.
     pub log_file: Option<PathBuf>,
+    /// Longest time until it serves; `None` = 15 minutes.
+    pub start_limit: Option<Duration>,
 }
 
 /// How long a started gateway lives.
@@ -66,7 +82,7 @@ impl LocalGateway {
             command.stderr(Stdio::from(open_log(log).map_err(spawn_failed)?));
         }
         let mut child = command.spawn().map_err(spawn_failed)?;
-        match ready_line(&mut child) {
+        match ready(&mut child, options.start_limit.unwrap_or(START_LIMIT)) {
             Ok(endpoint) => Ok(Self {
                 endpoint,
                 child,
@@ -99,7 +115,15 @@ impl Drop for LocalGateway {
         if self.lifetime == Lifetime::WithUs {
             // End of file on its standard input makes it drain and exit.
             drop(self.child.stdin.take());
-            let _ = self.child.wait();
+            let started = Instant::now();
+            while matches!(self.child.try_wait(), Ok(None)) {
+                if started.elapsed() >= EXIT_LIMIT {
+                    let _ = self.child.kill();
+                    let _ = self.child.wait();
+                    return;
+                }
+                std::thread::sleep(POLL_INTERVAL);
+            }
         }
     }
 }
@@ -128,17 +152,13 @@ fn arguments(command: &mut Command, options: &GatewayOptions, lifetime: Lifetime
             option("--listen", Some(address.clone()));
         }
     }
-    command.stdout(Stdio::piped());
+    use std::os::unix::process::CommandExt as _;
+    // An own process group: the terminal's interrupt is for us, who may only want to end one answer.
+    command.stdout(Stdio::piped()).process_group(0);
     match lifetime {
-        Lifetime::WithUs => {
-            command.arg("--exit-with-stdin").stdin(Stdio::piped());
-        }
-        Lifetime::Detached => {
-            use std::os::unix::process::CommandExt as _;
-            // An own process group: the terminal's interrupt is not for it.
-            command.stdin(Stdio::null()).process_group(0);
-        }
-    }
+        Lifetime::WithUs => command.arg("--exit-with-stdin").stdin(Stdio::piped()),
+        Lifetime::Detached => command.stdin(Stdio::null()),
+    };
 }
 
 /// Finds the gateway beside our own executable.
@@ -151,33 +171,54 @@ fn gateway_program() -> Result<PathBuf, ClientError> {
 }
 
 fn open_log(path: &Path) -> std::io::Result<std::fs::File> {
-    use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+    use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
     if let Some(folder) = path.parent() {
         std::fs::DirBuilder::new()
             .recursive(true)
             .mode(0o700)
             .create(folder)?;
+        // In somebody else's folder the name may lead to any file, and this one is emptied.
+        if std::fs::metadata(folder)?.uid() != rustix::process::getuid().as_raw() {
+            return Err(std::io::Error::new(
+                std::io::ErrorKind::PermissionDenied,
+                format!("{} belongs to another user", folder.display()),
+            ));
+        }
     }
-    std::fs::OpenOptions::new()
+    let log = std::fs::OpenOptions::new()
         .create(true)
         .append(true)
         .mode(0o600)
-        .open(path)
+        .open(path)?;
+    log.set_len(0)?;
+    Ok(log)
+}
+
+/// Waits until the gateway says where it listens.
+fn ready(child: &mut Child, limit: Duration) -> Result<Endpoint, String> {
+    let stdout = child.stdout.take().ok_or("it has no standard output")?;
+    let (sender, receiver) = mpsc::sync_channel(1);
+    // A read cannot be given up. Whoever gives up kills the gateway, and with it the thread's pipe ends.
+    std::thread::spawn(move || {
+        let mut line = String::new();
+        let mut reader = BufReader::new(stdout.take(MAX_READY_LINE_BYTES));
+        // Nobody listens any more after the limit.
+        let _ = sender.send(reader.read_line(&mut line).map(|_length| line));
+    });
+    let line = receiver
+        .recv_timeout(limit)
+        .map_err(|_late| format!("it did not serve within {limit:?}"))?
+        .map_err(|error| error.to_string())?;
+    endpoint_of(&line)
 }
 
 /// Reads the line with which the gateway says where it listens.
-fn ready_line(child: &mut Child) -> Result<Endpoint, String> {
-    let stdout = child.stdout.take().ok_or("it has no standard output")?;
-    let mut line = String::new();
-    let mut reader = BufReader::new(std::io::Read::take(stdout, MAX_READY_LINE_BYTES));
-    reader
-        .read_line(&mut line)
-        .map_err(|error| error.to_string())?;
+fn endpoint_of(line: &str) -> Result<Endpoint, String> {
     if line.is_empty() {
         return Err("it ended before it served".to_owned());
     }
     let ready: serde_json::Value =
-        serde_json::from_str(&line).map_err(|_bad| format!("it said {:?}", line.trim_end()))?;
+        serde_json::from_str(line).map_err(|_bad| format!("it said {:?}", line.trim_end()))?;
     let text = |key: &str| ready.get(key).and_then(|value| value.as_str());
     if let Some(socket) = text("socket") {
         return Ok(Endpoint::Unix(socket.into()));
@@ -194,11 +235,54 @@ fn explain(problem: String, status: Option<ExitStatus>, options: &GatewayOptions
         text.push_str(&format!(" ({status})"));
     }
     if let Some(log) = &options.log_file {
-        let tail = std::fs::read_to_string(log).unwrap_or_default();
-        if let Some(line) = tail.lines().next_back() {
+        if let Some(line) = last_line(log) {
             text.push_str(&format!(": {line}"));
         }
         text.push_str(&format!("; its log is {}", log.display()));
     }
     text
+}
+
+/// Reads the last line of a log, however long the log is.
+fn last_line(log: &Path) -> Option<String> {
+    let mut file = std::fs::File::open(log).ok()?;
+    let length = file.metadata().ok()?.len();
+    file.seek(SeekFrom::Start(length.saturating_sub(LOG_TAIL_BYTES)))
+        .ok()?;
+    let mut tail = Vec::new();
+    file.take(LOG_TAIL_BYTES).read_to_end(&mut tail).ok()?;
+    let tail = String::from_utf8_lossy(&tail);
+    let line = tail.lines().rfind(|line| !line.trim().is_empty())?;
+    Some(line.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_log_begins_anew_and_only_its_end_is_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("gateway.log");
+        assert_eq!(last_line(&path), None);
+        std::fs::write(&path, format!("{}\nthe end\n\n", "x".repeat(100_000))).unwrap();
+        assert_eq!(last_line(&path).as_deref(), Some("the end"));
+        std::fs::write(&path, "x".repeat(100_000)).unwrap();
+        assert_eq!(last_line(&path).map(|line| line.len()), Some(4096));
+        drop(open_log(&path).unwrap());
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), 0);
+    }
+
+    #[test]
+    fn a_gateway_that_says_nothing_is_given_up() {
+        let mut child = Command::new("sleep")
+            .arg("1000")
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let problem = ready(&mut child, Duration::from_millis(1));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(problem.unwrap_err(), "it did not serve within 1ms");
+    }
 }

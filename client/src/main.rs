@@ -4,6 +4,7 @@
 
 mod args;
 mod cmd;
+mod interrupt;
 mod output;
 mod session;
 
@@ -11,6 +12,7 @@ use std::io::Write as _;
 use std::process::ExitCode;
 
 use clap::Parser as _;
+use velox_client::error::ClientError;
 
 fn main() -> ExitCode {
     let arguments = args::Arguments::parse();
@@ -21,7 +23,10 @@ fn main() -> ExitCode {
         Ok(runtime) => runtime,
         Err(error) => return report(&error.into()),
     };
-    match runtime.block_on(cmd::run(arguments)) {
+    let outcome = runtime.block_on(cmd::run(arguments));
+    // A thread may still wait for a line or for a gateway that nobody wants any more.
+    runtime.shutdown_background();
+    match outcome {
         Ok(cmd::Verdict::Yes) => ExitCode::SUCCESS,
         Ok(cmd::Verdict::No) => ExitCode::from(1),
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
@@ -39,10 +44,14 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
 
 /// Tells people what failed; a refusal by the gateway is a negative answer.
 fn report(error: &anyhow::Error) -> ExitCode {
+    let known = error.downcast_ref::<ClientError>();
+    let text = match known {
+        // What the transport says about it is for programs.
+        Some(ClientError::ConnectionLost(_)) => format!("{error}"),
+        _ => format!("{error:#}"),
+    };
     // Nobody is left to tell if standard error is gone.
-    let _ = writeln!(std::io::stderr().lock(), "velox-client: {error:#}");
-    let refused = error
-        .downcast_ref::<velox_client::error::ClientError>()
-        .is_some_and(|error| error.reason().is_some_and(cmd::is_negative_answer));
+    let _ = writeln!(std::io::stderr().lock(), "velox-client: {text}");
+    let refused = known.is_some_and(|error| error.reason().is_some_and(cmd::is_negative_answer));
     ExitCode::from(if refused { 1 } else { 2 })
 }

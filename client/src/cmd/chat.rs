@@ -8,6 +8,7 @@ use velox_proto::v1::{ChatMessage, ChatRequest};
 use crate::args::{ChatArguments, Target};
 use crate::cmd::Verdict;
 use crate::cmd::render::{self, Ending};
+use crate::interrupt::Interrupt;
 use crate::output::Output;
 use crate::session::{Session, WhenNoneRuns};
 
@@ -17,8 +18,13 @@ pub(crate) async fn run(
     arguments: ChatArguments,
     output: Output,
 ) -> anyhow::Result<Verdict> {
-    let session = Session::open(target, WhenNoneRuns::Start, output).await?;
-    let mut conversation = Conversation::new(session, arguments.clone());
+    let mut interrupt = Interrupt::listen()?;
+    let opened = Session::open(target, WhenNoneRuns::Start, output);
+    let Some(session) = interrupt.or(opened).await else {
+        render::interrupted("", output)?;
+        return Ok(Verdict::No);
+    };
+    let mut conversation = Conversation::new(session?, interrupt, arguments.clone());
     match arguments.prompt.or(arguments.prompt_option) {
         Some(prompt) => match conversation.turn(prompt, output).await? {
             Ending::Finished(_) => Ok(Verdict::Yes),
@@ -31,14 +37,16 @@ pub(crate) async fn run(
 /// The turns so far; the gateway keeps none.
 struct Conversation {
     session: Session,
+    interrupt: Interrupt,
     arguments: ChatArguments,
     messages: Vec<ChatMessage>,
 }
 
 impl Conversation {
-    fn new(session: Session, arguments: ChatArguments) -> Self {
+    fn new(session: Session, interrupt: Interrupt, arguments: ChatArguments) -> Self {
         let mut conversation = Self {
             session,
+            interrupt,
             arguments,
             messages: Vec::new(),
         };
@@ -67,10 +75,8 @@ impl Conversation {
             template_arguments_json: String::new(),
         };
         let deadline = self.session.deadline();
-        let shown = match self.session.client.chat(request, deadline).await {
-            Ok(answer) => render::show(answer, output).await,
-            Err(error) => Err(error.into()),
-        };
+        let asked = self.session.client.chat(request, deadline);
+        let shown = render::show(asked, &mut self.interrupt, output).await;
         match &shown {
             Ok(Ending::Finished(text) | Ending::Interrupted(text)) => {
                 self.messages.push(message("assistant", text));
@@ -90,18 +96,30 @@ fn message(role: &str, content: &str) -> ChatMessage {
     }
 }
 
-/// Reads prompts until end of file. Ctrl-C ends an answer, not the chat.
+/// Reads prompts until end of file. Ctrl-C ends an answer, not the chat; where nobody types it ends the chat when
+/// there is no answer to end.
 async fn interactive(mut conversation: Conversation, output: Output) -> anyhow::Result<Verdict> {
-    if std::io::stdin().is_terminal() {
+    let on_terminal = std::io::stdin().is_terminal();
+    if on_terminal {
         output.note("Ctrl-C ends an answer, Ctrl-D the chat; /clear forgets the conversation.");
     }
     let mut reader = Reader::new()?;
     loop {
-        let (returned, line) = tokio::task::spawn_blocking(move || {
+        let mut reading = tokio::task::spawn_blocking(move || {
             let line = reader.next();
             (reader, line)
-        })
-        .await?;
+        });
+        let (returned, line) = loop {
+            match conversation.interrupt.or(&mut reading).await {
+                Some(read) => break read?,
+                // The editor has the terminal and its keys.
+                None if on_terminal => {}
+                None => {
+                    render::interrupted("", output)?;
+                    return Ok(Verdict::No);
+                }
+            }
+        };
         reader = returned;
         let Some(line) = line? else {
             return Ok(Verdict::Yes);

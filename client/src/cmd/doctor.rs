@@ -79,7 +79,7 @@ fn programs() -> anyhow::Result<Vec<Finding>> {
 
 fn model(target: &Target) -> Finding {
     let check = "default model".to_owned();
-    match &target.model {
+    match target.model() {
         None => Finding {
             check,
             good: false,
@@ -94,7 +94,7 @@ fn model(target: &Target) -> Finding {
         Some(path) => Finding {
             check,
             good: true,
-            advice: path.clone(),
+            advice: path.to_owned(),
         },
     }
 }

@@ -36,10 +36,11 @@ pub(crate) async fn run(
     let session = Session::open(target, WhenNoneRuns::Start, output).await?;
     let ids = tokenize(&session, text).await?;
     let window = usize::try_from(arguments.window)?;
-    let windows: Vec<&[u32]> = ids
-        .chunks_exact(window)
-        .take(arguments.max_windows.unwrap_or(usize::MAX))
-        .collect();
+    let most = match arguments.max_windows {
+        Some(most) => usize::try_from(most)?,
+        None => usize::MAX,
+    };
+    let windows: Vec<&[u32]> = ids.chunks_exact(window).take(most).collect();
     anyhow::ensure!(
         !windows.is_empty(),
         "the text has {} tokens, a window needs {window}",
@@ -103,7 +104,13 @@ impl Total {
             }
         }
         self.kv = Some(response.kv.context("the gateway reported no cache use")?);
-        self.provenance = response.provenance;
+        // One label stands for all windows: the weakest, and the wire's numbers grow as backends get weaker.
+        self.provenance = self
+            .provenance
+            .take()
+            .into_iter()
+            .chain(response.provenance)
+            .max_by_key(|provenance| provenance.backend);
         Ok(())
     }
 
@@ -155,4 +162,28 @@ fn report(total: &Total, output: Output) -> anyhow::Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use velox_proto::v1::Backend;
+
+    use super::*;
+
+    #[test]
+    fn the_weakest_label_of_all_windows_stays() {
+        let mut total = Total::default();
+        for backend in [Backend::Cpu, Backend::Reference, Backend::Metal] {
+            let response = ScoreResponse {
+                kv: Some(KvUse::default()),
+                provenance: Some(Provenance {
+                    backend: backend.into(),
+                    ..Provenance::default()
+                }),
+                ..ScoreResponse::default()
+            };
+            total.add(response).unwrap();
+        }
+        assert_eq!(total.provenance.unwrap().backend(), Backend::Reference);
+    }
 }

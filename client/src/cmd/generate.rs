@@ -5,6 +5,7 @@ use velox_proto::v1::{GenerateRequest, generate_request::Prompt};
 use crate::args::{GenerateArguments, Target};
 use crate::cmd::Verdict;
 use crate::cmd::render::{self, Ending};
+use crate::interrupt::Interrupt;
 use crate::output::Output;
 use crate::session::{Session, WhenNoneRuns};
 
@@ -14,7 +15,13 @@ pub(crate) async fn run(
     arguments: GenerateArguments,
     output: Output,
 ) -> anyhow::Result<Verdict> {
-    let mut session = Session::open(target, WhenNoneRuns::Start, output).await?;
+    let mut interrupt = Interrupt::listen()?;
+    let opened = Session::open(target, WhenNoneRuns::Start, output);
+    let Some(session) = interrupt.or(opened).await else {
+        render::interrupted("", output)?;
+        return Ok(Verdict::No);
+    };
+    let mut session = session?;
     let prompt = arguments
         .prompt
         .or(arguments.prompt_option)
@@ -28,8 +35,8 @@ pub(crate) async fn run(
         policy: session.policy(),
     };
     let deadline = session.deadline();
-    let answer = session.client.generate(request, deadline).await?;
-    match render::show(answer, output).await? {
+    let asked = session.client.generate(request, deadline);
+    match render::show(asked, &mut interrupt, output).await? {
         Ending::Finished(_) => Ok(Verdict::Yes),
         Ending::Interrupted(_) => Ok(Verdict::No),
     }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use velox_client::Client;
-use velox_client::endpoint::{Endpoint, runtime_folder};
+use velox_client::endpoint::{Endpoint, default_socket};
 use velox_client::error::ClientError;
 use velox_client::local::{GatewayOptions, Lifetime, LocalGateway};
 use velox_client::trace::traced;
@@ -12,7 +12,7 @@ use velox_proto::v1::{GetPoolRequest, GetPoolResponse, ShutdownRequest, WorkerSt
 
 use crate::args::{DownArguments, Target};
 use crate::cmd::Verdict;
-use crate::cmd::render::backend_name;
+use crate::cmd::render::{backend_label, backend_name};
 use crate::output::{Format, Output, table};
 use crate::session::{Session, WhenNoneRuns, gateway_options};
 
@@ -29,14 +29,14 @@ pub(crate) async fn up(target: &Target, output: Output) -> anyhow::Result<Verdic
         "up starts a gateway that stays; --local contradicts it"
     );
     anyhow::ensure!(
-        target.model.is_some(),
+        target.model().is_some(),
         "give --model PATH or set VELOX_MODEL"
     );
-    let candidates = match &target.endpoint {
-        Some(endpoint) => vec![endpoint.clone()],
-        None => vec![Endpoint::default_candidates().swap_remove(0)],
+    let endpoint = match &target.endpoint {
+        Some(endpoint) => endpoint.clone(),
+        None => Endpoint::Unix(default_socket()),
     };
-    if let Ok(client) = Client::connect(&candidates).await {
+    if let Ok(client) = Client::connect(std::slice::from_ref(&endpoint)).await {
         output.note(&format!(
             "a gateway already serves at {}",
             client.endpoint()
@@ -44,7 +44,7 @@ pub(crate) async fn up(target: &Target, output: Output) -> anyhow::Result<Verdic
         return Ok(Verdict::No);
     }
     let options = GatewayOptions {
-        log_file: Some(runtime_folder().join("gateway.log")),
+        log_file: Some(endpoint.log_file()),
         ..gateway_options(target)
     };
     let spinner = output.spinner("loading".to_owned());
@@ -209,7 +209,7 @@ fn pool_json(session: &Session, pool: &GetPoolResponse) -> Value {
             "pid": worker.pid,
             "state": state_name(worker.state()),
             "restarts": worker.restarts,
-            "backend": backend_name(worker.backend()),
+            "backend": backend_label(worker.backend()),
             "model": worker.model,
             "last_exit": worker.last_exit,
             "rows": worker.rows,

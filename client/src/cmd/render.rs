@@ -1,5 +1,6 @@
 //! Shows a streamed answer and what it cost.
 
+use std::future::Future;
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -9,6 +10,7 @@ use velox_client::error::ClientError;
 use velox_proto::v1::{Backend, Finish, FinishReason, GenerationEvent, Provenance};
 
 use crate::args::Sampling;
+use crate::interrupt::Interrupt;
 use crate::output::{Format, Output};
 
 /// At most 100 events a second: several tokens may share one.
@@ -30,14 +32,21 @@ struct Pending {
     token_ids: Vec<u32>,
 }
 
-/// Shows an answer until it ends, or the user presses Ctrl-C.
-pub(crate) async fn show(mut answer: Answer, output: Output) -> anyhow::Result<Ending> {
+/// Waits for an answer and shows it until it ends, or the user presses Ctrl-C.
+pub(crate) async fn show(
+    asked: impl Future<Output = Result<Answer, ClientError>>,
+    interrupt: &mut Interrupt,
+    output: Output,
+) -> anyhow::Result<Ending> {
+    let Some(answer) = interrupt.or(asked).await else {
+        interrupted("", output)?;
+        return Ok(Ending::Interrupted(String::new()));
+    };
+    let mut answer = answer?;
     let mut whole = String::new();
     let mut token_ids = Vec::new();
     let mut pending = Pending::default();
     let mut next_flush = Instant::now();
-    let interrupt = tokio::signal::ctrl_c();
-    tokio::pin!(interrupt);
     loop {
         tokio::select! {
             event = answer.next() => {
@@ -58,11 +67,20 @@ pub(crate) async fn show(mut answer: Answer, output: Output) -> anyhow::Result<E
                 flush(&mut pending, output)?;
                 next_flush = Instant::now() + EVENT_INTERVAL;
             }
-            _ = &mut interrupt => {
+            () = interrupt.came() => {
                 flush(&mut pending, output)?;
+                interrupted(&whole, output)?;
                 return Ok(Ending::Interrupted(whole));
             }
         }
+    }
+}
+
+/// Ends the events of an answer that the user did not wait for; people know what they did.
+pub(crate) fn interrupted(text: &str, output: Output) -> std::io::Result<()> {
+    match output.format {
+        Format::Text => Ok(()),
+        Format::Json => output.json(&json!({"event": "interrupted", "text": text})),
     }
 }
 
@@ -139,14 +157,14 @@ fn finish_json(finish: &Finish) -> Value {
 pub(crate) fn provenance_json(provenance: Option<&Provenance>) -> Value {
     provenance.map_or(Value::Null, |provenance| {
         json!({
-            "backend": backend_name(provenance.backend()),
+            "backend": backend_label(provenance.backend()),
             "device": provenance.device,
             "kernel": provenance.kernel,
             "fallback_reason": provenance.fallback_reason,
-            "sampler": backend_name(provenance.sampler()),
+            "sampler": backend_label(provenance.sampler()),
             "spans": provenance.spans.iter().map(|span| json!({
                 "first_token_index": span.first_token_index,
-                "backend": backend_name(span.backend()),
+                "backend": backend_label(span.backend()),
                 "device": span.device,
                 "kernel": span.kernel,
                 "worker_id": span.worker_id,
@@ -165,10 +183,18 @@ fn reason_name(reason: FinishReason) -> &'static str {
     }
 }
 
-/// Label as people and scripts write it.
+/// Label as scripts read it: `null` where nothing was measured.
+pub(crate) fn backend_label(backend: Backend) -> Value {
+    match backend {
+        Backend::Unspecified => Value::Null,
+        known => json!(backend_name(known)),
+    }
+}
+
+/// Label as people read it.
 pub(crate) fn backend_name(backend: Backend) -> &'static str {
     match backend {
-        Backend::Unspecified => "NONE",
+        Backend::Unspecified => "-",
         Backend::Metal => "METAL",
         Backend::MlxCuda => "MLX_CUDA",
         Backend::Cpu => "CPU",
@@ -186,7 +212,8 @@ fn summary(finish: &Finish) -> String {
         .decode_tokens_per_s
         .map_or_else(String::new, |speed| format!(", {speed:.1} tokens/s"));
     let mut text = format!(
-        "[{} {} on {}: {} prompt tokens in {:.0} ms, {} tokens in {:.0} ms{speed}, {}]",
+        "[{}: {} {} on {}: {} prompt tokens in {:.0} ms, {} tokens in {:.0} ms{speed}, {}]",
+        finish.model,
         backend_name(provenance.backend()),
         provenance.kernel,
         provenance.device,
@@ -238,5 +265,32 @@ pub(crate) fn generation_options(sampling: &Sampling) -> velox_proto::v1::Genera
         return_token_ids: sampling.token_ids,
         truncate_prompt: sampling.truncate,
         ..velox_proto::v1::GenerationOptions::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_not_measured_is_null() {
+        assert_eq!(backend_label(Backend::Unspecified), Value::Null);
+        assert_eq!(backend_label(Backend::MlxCpu), "MLX_CPU");
+        let json = provenance_json(Some(&Provenance::default()));
+        assert_eq!(json["sampler"], Value::Null);
+        assert_eq!(json["backend"], Value::Null);
+    }
+
+    #[test]
+    fn people_read_which_model_answered() {
+        let finish = Finish {
+            model: "tiny".to_owned(),
+            ..Finish::default()
+        };
+        assert!(
+            summary(&finish).starts_with("[tiny: "),
+            "{}",
+            summary(&finish)
+        );
     }
 }

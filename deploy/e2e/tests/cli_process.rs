@@ -1,12 +1,13 @@
 //! The command line as a process: exit codes, pipes, signals, and gateways that it starts.
 
 use std::ffi::OsStr;
-use std::io::Read as _;
-use std::process::{Output, Stdio};
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::process::{Command, Output, Stdio};
 
 use anyhow::Context as _;
+use serde_json::Value;
 use velox_e2e::command_line::{answer, call, client, code, has, json};
-use velox_e2e::gateway::Plan;
+use velox_e2e::gateway::{Gateway, Plan};
 use velox_e2e::process::{self, is_alive};
 use velox_e2e::programs::real_model;
 use velox_e2e::snapshot::Snapshot;
@@ -14,6 +15,17 @@ use velox_e2e::story::{eventually, story};
 
 /// Variable by which the processes of one call are found.
 const MARK: &str = "VELOX_E2E_MARK";
+
+/// Makes a call whose answer is still being written when something happens to it.
+fn endless(gateway: &Gateway) -> anyhow::Result<Command> {
+    let mut command = client()?;
+    command
+        .args(["--endpoint", &gateway.endpoint().to_string()])
+        .args(["generate", "a long text", "--ignore-eos"])
+        .args(["--max-tokens", "3000"])
+        .stdout(Stdio::piped());
+    Ok(command)
+}
 
 #[test]
 fn up_status_and_down() -> anyhow::Result<()> {
@@ -110,6 +122,18 @@ fn exit_codes_tell_answers_from_errors() -> anyhow::Result<()> {
             code(&call(&gateway, &["eval", "--text", "/nowhere"])?),
             Some(2)
         );
+        // A path is not "whatever is the default", and what only a new gateway heeds is not ignored.
+        let other = call(
+            &gateway,
+            &["--model", "/nowhere/other.gguf", "generate", "x"],
+        )?;
+        assert_eq!(code(&other), Some(1));
+        assert!(String::from_utf8_lossy(&other.stderr).contains("MODEL_NOT_FOUND"));
+        for option in ["--threads", "--workers", "--kv"] {
+            let ignored = call(&gateway, &[option, "1", "generate", "x"])?;
+            assert_eq!(code(&ignored), Some(2));
+            assert!(String::from_utf8_lossy(&ignored.stderr).contains(option));
+        }
         let nobody = client()?
             .args(["--endpoint", "unix:/nowhere/x.sock", "generate", "x"])
             .output()?;
@@ -190,6 +214,84 @@ fn an_interrupted_answer_is_a_negative_one() -> anyhow::Result<()> {
 }
 
 #[test]
+fn an_interrupted_answer_says_so_to_scripts() -> anyhow::Result<()> {
+    story(|| async {
+        let gateway = Plan::fake("honest")?
+            .environment("VELOX_FAKE_PLAN_MS", "5")
+            .start()
+            .await?;
+        let mut child = endless(&gateway)?.arg("--json").spawn()?;
+        let mut output = BufReader::new(child.stdout.take().context("no output")?);
+        let mut first = String::new();
+        output.read_line(&mut first)?;
+        process::signal(child.id(), rustix::process::Signal::INT)?;
+        let mut rest = String::new();
+        output.read_to_string(&mut rest)?;
+        assert_eq!(child.wait()?.code(), Some(1));
+        let mut text = String::new();
+        let events = format!("{first}{rest}");
+        let events: Vec<Value> = events
+            .lines()
+            .map(serde_json::from_str)
+            .collect::<Result<_, _>>()?;
+        let (last, deltas) = events.split_last().context("no events")?;
+        for delta in deltas {
+            text.push_str(delta["text"].as_str().context("no text")?);
+        }
+        assert_eq!(last["event"], "interrupted");
+        assert_eq!(last["text"], text);
+        Ok(())
+    })
+}
+
+#[test]
+fn a_chat_without_a_terminal_can_be_interrupted_between_answers() -> anyhow::Result<()> {
+    story(|| async {
+        let gateway = Plan::fake("honest")?.start().await?;
+        let mut child = client()?
+            .args(["--endpoint", &gateway.endpoint().to_string()])
+            .args(["chat", "--json"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()?;
+        // Stays open: the chat waits for the next line.
+        let mut input = child.stdin.take().context("no input")?;
+        input.write_all(b"first\n")?;
+        let mut output = BufReader::new(child.stdout.take().context("no output")?).lines();
+        let answered = output.any(|line| line.is_ok_and(|line| line.contains("\"done\"")));
+        assert!(answered);
+        process::signal(child.id(), rustix::process::Signal::INT)?;
+        let status = eventually("the chat to end", async || Ok(child.try_wait()?)).await?;
+        assert_eq!(status.code(), Some(1));
+        Ok(())
+    })
+}
+
+#[test]
+fn a_gateway_that_dies_is_a_lost_connection() -> anyhow::Result<()> {
+    story(|| async {
+        let gateway = Plan::fake("honest")?
+            .environment("VELOX_FAKE_PLAN_MS", "5")
+            .start()
+            .await?;
+        let mut child = endless(&gateway)?.stderr(Stdio::piped()).spawn()?;
+        let mut output = child.stdout.take().context("no output")?;
+        output.read_exact(&mut [0])?;
+        gateway.signal(rustix::process::Signal::KILL)?;
+        output.read_to_string(&mut String::new())?;
+        let ended = child.wait_with_output()?;
+        assert_eq!(code(&ended), Some(2));
+        let said = String::from_utf8(ended.stderr)?;
+        assert!(
+            said.contains("the connection to the gateway was lost"),
+            "{said}"
+        );
+        assert!(!said.contains("INTERNAL"), "{said}");
+        Ok(())
+    })
+}
+
+#[test]
 fn completions_name_the_commands() -> anyhow::Result<()> {
     story(|| async {
         for shell in ["bash", "zsh", "fish"] {
@@ -210,12 +312,18 @@ fn a_local_chat_leaves_nothing_running() -> anyhow::Result<()> {
         return Ok(());
     };
     story(|| async move {
+        let folder = tempfile::tempdir()?;
         // Whatever a call starts inherits its environment.
         let mark = format!("{}", std::process::id());
         let mut command = client()?;
-        command
-            .env(MARK, &mark)
-            .args(["--local", "--workers", "2", "--threads", "1", "--model"]);
+        command.env(MARK, &mark).env("TMPDIR", folder.path()).args([
+            "--local",
+            "--workers",
+            "2",
+            "--threads",
+            "1",
+            "--model",
+        ]);
         command
             .arg(&model)
             .args(["chat", "What is the capital of France?", "--json"]);
@@ -229,6 +337,8 @@ fn a_local_chat_leaves_nothing_running() -> anyhow::Result<()> {
         if let Some(left) = process::with_variable(MARK, &mark) {
             assert!(left.is_empty(), "{left:?} are left");
         }
+        let left: Vec<_> = std::fs::read_dir(folder.path())?.collect();
+        assert!(left.is_empty(), "{left:?} are left");
         Ok(())
     })
 }
