@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http_body::{Frame, SizeHint};
-use tokio::time::Sleep;
+use tokio::time::{Instant, Sleep};
 use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::http::{HeaderMap, Request, Response};
@@ -29,6 +29,32 @@ const HEAD_START: Duration = Duration::from_millis(1);
 
 /// Most digits of a `grpc-timeout`.
 const MAX_DIGITS: usize = 8;
+
+/// When a call must be over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct CallDeadline {
+    /// The moment.
+    pub(crate) at: Instant,
+    /// What the caller allowed.
+    pub(crate) limit: Duration,
+}
+
+tokio::task_local! {
+    /// The deadline of the call whose handler runs. A body that nobody polls, because its reader has stopped, cannot
+    /// look at its timer: what the call holds elsewhere must know the deadline by itself.
+    static CALL: Option<CallDeadline>;
+}
+
+/// Returns the deadline of the call whose handler runs.
+pub(crate) fn current() -> Option<CallDeadline> {
+    CALL.try_with(|deadline| *deadline).ok().flatten()
+}
+
+/// Runs a handler with a deadline that [`current`] returns; a limit beyond all time is none.
+pub(crate) fn scope<F: Future>(limit: Duration, handler: F) -> impl Future<Output = F::Output> {
+    let at = Instant::now().checked_add(limit);
+    CALL.scope(at.map(|at| CallDeadline { at, limit }), handler)
+}
 
 /// Adds [`Deadline`] to a service.
 #[derive(Debug, Clone, Copy, Default)]
@@ -71,7 +97,7 @@ where
             }
         };
         let mut timer = Box::pin(tokio::time::sleep(limit.saturating_sub(HEAD_START)));
-        let handled = self.inner.call(request);
+        let handled = scope(limit, self.inner.call(request));
         Box::pin(async move {
             tokio::select! {
                 biased;

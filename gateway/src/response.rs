@@ -42,6 +42,8 @@ pub struct Generation {
     account: Account,
     /// What was not sent yet.
     pending: GenerationEvent,
+    /// Why the row failed, until what was pending is out.
+    failed: Option<GatewayError>,
 }
 
 impl Generation {
@@ -66,6 +68,7 @@ impl Generation {
             limit,
             account: Account::begin(),
             pending: GenerationEvent::default(),
+            failed: None,
         }
     }
 
@@ -149,19 +152,25 @@ impl Generation {
         }
     }
 
+    /// Moves text that was held back to what goes out next; returns the stop that it completes, if any.
+    fn release(&mut self) -> Option<usize> {
+        let rest = self.detokenizer.finish();
+        let pushed = self.stops.push(&rest);
+        self.pending.text.push_str(&pushed.emit);
+        if pushed.matched.is_none() {
+            self.pending.text.push_str(&self.stops.finish());
+        }
+        pushed.matched
+    }
+
     fn finish(&mut self, reason: FinishReason, stop: Option<usize>, end_token: Option<u32>) {
         let mut reason = reason;
         let mut stop = stop;
         if stop.is_none() {
             // What was held back goes out now, unless the rest of a character completes a stop.
-            let rest = self.detokenizer.finish();
-            let pushed = self.stops.push(&rest);
-            self.pending.text.push_str(&pushed.emit);
-            if pushed.matched.is_some() {
+            stop = self.release();
+            if stop.is_some() {
                 reason = FinishReason::StopString;
-                stop = pushed.matched;
-            } else {
-                self.pending.text.push_str(&self.stops.finish());
             }
         }
         let matched_stop = stop.and_then(|index| self.presentation.stop.get(index).cloned());
@@ -190,7 +199,7 @@ impl Stream for Generation {
         // channel is bounded, and so is this loop.
         loop {
             let Some(row) = &mut this.row else {
-                return Poll::Ready(None);
+                return Poll::Ready(this.failed.take().map(Err));
             };
             let event = match row.poll_next(context) {
                 Poll::Pending if this.pending.text.is_empty() => return Poll::Pending,
@@ -205,7 +214,14 @@ impl Stream for Generation {
                 }
                 Err(error) => {
                     this.row = None;
-                    return Poll::Ready(Some(Err(error)));
+                    // `next_token_index` counts every token that arrived here: all of their text goes out first.
+                    this.release();
+                    let rest = std::mem::take(&mut this.pending);
+                    if rest == GenerationEvent::default() {
+                        return Poll::Ready(Some(Err(error)));
+                    }
+                    this.failed = Some(error);
+                    return Poll::Ready(Some(Ok(rest)));
                 }
             }
         }

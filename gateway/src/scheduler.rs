@@ -26,6 +26,7 @@ use velox_proto::worker::v1 as wire;
 use velox_shm::Lease;
 
 use crate::catalog::Catalog;
+use crate::deadline::{self, CallDeadline};
 use crate::error::GatewayError;
 use crate::planner::PlanLimits;
 use crate::pool::{PoolError, PoolEvent, WorkerKey};
@@ -35,6 +36,9 @@ pub use handle::{RowEnd, RowEvent, RowHandle, Step};
 
 /// Jobs that wait for the actor's attention.
 const COMMANDS: usize = 64;
+
+/// How long a row may wait for a reader that takes nothing: it holds a place and cache that others want.
+const READER_IDLE: Duration = Duration::from_secs(60);
 
 /// A lease on its way: the worker must map its segment first.
 pub type LeaseFuture = Pin<Box<dyn Future<Output = Result<Lease, PoolError>> + Send>>;
@@ -107,6 +111,7 @@ enum Command {
         job: Box<Job>,
         span: tracing::Span,
         output: mpsc::Sender<RowEvent>,
+        deadline: Option<CallDeadline>,
     },
     Usage(oneshot::Sender<Usage>),
 }
@@ -142,7 +147,7 @@ impl Scheduler {
         }
     }
 
-    /// Hands a job over; `span` is the parent of the spans of its phases.
+    /// Hands a job over. The row ends at the deadline of the call that runs this. `span` is the parent of the spans of its phases.
     ///
     /// # Errors
     /// [`GatewayError::Draining`] if the scheduler has ended. A refusal arrives as the handle's first event.
@@ -155,6 +160,7 @@ impl Scheduler {
             job: Box::new(job),
             span,
             output,
+            deadline: deadline::current(),
         };
         self.commands
             .send(command)

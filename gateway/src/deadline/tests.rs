@@ -111,6 +111,18 @@ async fn a_call_without_deadline_is_left_alone_and_a_bad_one_refused() {
     }
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_handler_knows_its_deadline() {
+    let mut service = DeadlineLayer.layer(tower::service_fn(|_request| async {
+        let deadline = current().unwrap();
+        assert_eq!(deadline.limit, Duration::from_secs(5));
+        assert_eq!(deadline.at, Instant::now() + deadline.limit);
+        Ok::<_, Infallible>(Response::new(Body::empty()))
+    }));
+    service.call(request("5S")).await.unwrap();
+    assert_eq!(current(), None);
+}
+
 proptest! {
     #[test]
     fn any_header_is_a_timeout_or_an_error(text in "[ -~]{0,12}") {

@@ -198,3 +198,20 @@ async fn an_error_is_the_last_thing_that_is_said() {
         "a scheduler that vanished is an error"
     );
 }
+
+#[tokio::test(start_paused = true)]
+async fn text_of_tokens_that_arrived_goes_out_before_an_error() {
+    let (player, mut generation) = Player::begin(&["end"]);
+    // "en" may be the begin of a stop; it is held back until the row fails.
+    player.step(&ids("theen"), None);
+    player
+        .output
+        .try_send(RowEvent::Failed(GatewayError::Draining))
+        .unwrap();
+    let rest = generation.next().await.unwrap().unwrap();
+    assert_eq!(rest.text, "theen");
+    assert_eq!(rest.token_ids, ids("theen"));
+    assert!(rest.finish.is_none());
+    assert!(generation.next().await.unwrap().is_err());
+    assert!(generation.next().await.is_none());
+}

@@ -14,16 +14,14 @@ use velox_proto::error::{Reason, ServiceFault};
 use velox_proto::worker::v1 as wire;
 use velox_shm::Lease;
 
-use super::handle::RowEvent;
 use super::row::{Fate, Row, Suspicion};
 use super::worker::{Entry, Worker};
-use super::{Command, Load, SchedulerConfig, Usage, Workers};
+use super::{Command, Load, READER_IDLE, SchedulerConfig, Usage, Workers};
 use crate::admission::{self, KvLedger, Place, Waiting};
 use crate::catalog::Catalog;
 use crate::error::GatewayError;
 use crate::planner::{ModelIndex, RowId};
 use crate::pool::{AttestedResult, LossCause, PoolError, PoolEvent, WorkerKey};
-use crate::request::Job;
 
 /// State of the scheduler; only its own task touches it.
 #[derive(Debug)]
@@ -115,7 +113,16 @@ impl<W: Workers> Actor<W> {
 
     fn on_command(&mut self, command: Command) {
         match command {
-            Command::Submit { job, span, output } => self.enqueue(*job, span, output),
+            Command::Submit {
+                job,
+                span,
+                output,
+                deadline,
+            } => {
+                self.last_row += 1;
+                let id = RowId(self.last_row);
+                self.enqueue(Row::new(id, *job, span, output, deadline));
+            }
             Command::Usage(reply) => {
                 // A caller that no longer waits needs no answer.
                 let _gone = reply.send(self.usage());
@@ -123,11 +130,9 @@ impl<W: Workers> Actor<W> {
         }
     }
 
-    fn enqueue(&mut self, job: Job, span: tracing::Span, output: mpsc::Sender<RowEvent>) {
-        self.last_row += 1;
-        let id = RowId(self.last_row);
-        let kv_bytes = job.kv_bytes();
-        let row = Row::new(id, job, span, output);
+    fn enqueue(&mut self, row: Row) {
+        let id = row.id;
+        let kv_bytes = row.job.kv_bytes();
         if kv_bytes > self.ledger.budget() {
             row.fail(GatewayError::CacheTooSmall {
                 bytes: kv_bytes,
@@ -350,6 +355,7 @@ impl<W: Workers> Actor<W> {
 
     fn turn(&mut self, now: Instant) {
         self.close_abandoned();
+        self.end_late(now);
         self.place(now);
         self.expire(now);
         let keys: Vec<WorkerKey> = self.workers.keys().copied().collect();
@@ -429,6 +435,26 @@ impl<W: Workers> Actor<W> {
         }
     }
 
+    /// Ends rows whose deadline passed or whose reader stopped, wherever they are.
+    fn end_late(&mut self, now: Instant) {
+        let mut late = Vec::new();
+        for row in self.rows.values_mut() {
+            if !row.is_behind() {
+                row.behind = None;
+            }
+            if let Some(deadline) = row.deadline.filter(|deadline| deadline.at <= now) {
+                late.push((row.id, GatewayError::DeadlineExceeded(deadline.limit)));
+            } else if row.is_behind() && now >= *row.behind.get_or_insert(now) + READER_IDLE {
+                let message = format!("nothing was read for {} s", READER_IDLE.as_secs());
+                let fault = ServiceFault::new(Reason::Cancelled, message);
+                late.push((row.id, fault.into()));
+            }
+        }
+        for (id, error) in late {
+            self.fail(id, error);
+        }
+    }
+
     /// Ends rows that waited too long while no worker could run them.
     fn expire(&mut self, now: Instant) {
         let mut late = Vec::new();
@@ -466,11 +492,20 @@ impl<W: Workers> Actor<W> {
     }
 
     fn next_alarm(&self) -> Option<Instant> {
-        self.queue
+        let stranded = self
+            .queue
             .iter()
             .filter_map(|id| self.rows.get(id)?.stranded)
-            .min()
-            .map(|since| since + self.config.worker_wait)
+            .map(|since| since + self.config.worker_wait);
+        let rows = self.rows.values();
+        let own = rows.flat_map(|row| {
+            let idle = row.behind.map(|since| since + READER_IDLE);
+            row.deadline
+                .map(|deadline| deadline.at)
+                .into_iter()
+                .chain(idle)
+        });
+        stranded.chain(own).min()
     }
 
     fn usage(&self) -> Usage {

@@ -8,6 +8,7 @@ use velox_proto::v1::Backend;
 use velox_proto::worker::v1 as wire;
 
 use super::handle::{RowEnd, RowEvent, Step, has_room};
+use crate::deadline::CallDeadline;
 use crate::error::GatewayError;
 use crate::planner::{Company, Decode, Goal, ModelIndex, Reader, RowId, RowView};
 use crate::pool::{AttestedProvenance, WorkerKey};
@@ -55,6 +56,9 @@ pub(super) struct Row {
     pub(super) id: RowId,
     pub(super) job: Job,
     pub(super) placed: Option<Placed>,
+    pub(super) deadline: Option<CallDeadline>,
+    /// Since when its reader takes nothing while it could run.
+    pub(super) behind: Option<Instant>,
     /// Since when no ready worker can run it.
     pub(super) stranded: Option<Instant>,
     /// Why its last worker was lost.
@@ -88,12 +92,15 @@ impl Row {
         job: Job,
         span: tracing::Span,
         output: mpsc::Sender<RowEvent>,
+        deadline: Option<CallDeadline>,
     ) -> Self {
         let phase = tracing::info_span!(parent: &span, "queue");
         Self {
             id,
             job,
             placed: None,
+            deadline,
+            behind: None,
             stranded: None,
             last_loss: None,
             recoveries: 0,
@@ -114,6 +121,12 @@ impl Row {
     /// Returns whether nobody reads any more.
     pub(super) fn is_abandoned(&self) -> bool {
         self.output.is_closed()
+    }
+
+    /// Returns whether it waits for its reader.
+    pub(super) fn is_behind(&self) -> bool {
+        let room = |placed: &Placed| has_room(&self.output, placed.in_flight);
+        self.placed.as_ref().is_some_and(|placed| !room(placed))
     }
 
     /// Returns the backend that produced its tokens so far.

@@ -265,6 +265,28 @@ async fn a_slow_reader_pauses_its_row_and_nobody_else() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_reader_that_stopped_holds_a_row_until_its_deadline_or_the_idle_limit() {
+    let limit = Duration::from_secs(5);
+    let mut house = House::new(config());
+    let worker = house.ready(0).await;
+    let mut late = crate::deadline::scope(limit, house.submit(job(&[1], 300))).await;
+    let mut idle = house.submit(job(&[2], 300)).await;
+    house.settle().await;
+    assert_eq!(house.open_rows(worker), 2);
+    tokio::time::sleep(limit).await;
+    house.settle().await;
+    assert_eq!(house.open_rows(worker), 1, "nobody polled the late one");
+    tokio::time::sleep(READER_IDLE).await;
+    house.settle().await;
+    assert_eq!(house.open_rows(worker), 0);
+    assert_eq!(*house.scheduler.load().borrow(), Load::default());
+    let error = house.finish(&mut late).await.unwrap_err();
+    assert_eq!(error.reason(), Reason::DeadlineExceeded);
+    let error = house.finish(&mut idle).await.unwrap_err();
+    assert_eq!(error.reason(), Reason::Cancelled);
+}
+
+#[tokio::test(start_paused = true)]
 async fn without_a_worker_a_request_ends_in_time_and_says_how_far_it_came() {
     let mut house = House::new(config());
     let mut fresh = house.submit(job(&[1], 8)).await;
@@ -293,6 +315,21 @@ async fn a_row_that_fails_ends_alone() {
     let error = house.finish(&mut bad).await.unwrap_err();
     assert_eq!(error.reason(), Reason::NumericError);
     house.finish(&mut good).await.unwrap();
+    house.settle().await;
+    assert_eq!(house.open_rows(worker), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_refused_plan_still_closes_its_rows_later() {
+    let mut house = House::new(config());
+    let worker = house.ready(0).await;
+    let mut answer = house.submit(job(&[1], 300)).await;
+    house.read(&mut answer, 3).await;
+    house.refuse_one();
+    drop(answer);
+    house.settle().await;
+    let mut next = house.submit(job(&[2], 4)).await;
+    house.finish(&mut next).await.unwrap();
     house.settle().await;
     assert_eq!(house.open_rows(worker), 0);
 }

@@ -88,6 +88,8 @@ impl<W: Workers> Actor<W> {
 
     fn send(&mut self, key: WorkerKey, plan: wire::StepPlan, entries: Vec<Entry>) -> bool {
         let sequence = plan.sequence;
+        let closed = plan.close_rows.clone();
+        let opened: Vec<u64> = plan.open_rows.iter().map(|open| open.row).collect();
         let sent = self.pool.submit(key, plan);
         let Some(worker) = self.workers.get_mut(&key) else {
             return false;
@@ -116,10 +118,19 @@ impl<W: Workers> Actor<W> {
             }
             Err(error) => {
                 tracing::error!(worker = %key, %error, "plan was refused");
+                // The worker still has these rows: a later plan closes them.
+                worker.closing.extend(closed);
+                let has_rows = !entries.is_empty();
                 for entry in entries {
+                    if opened.contains(&entry.wire_row)
+                        && let Some(placed) = self.placed_mut(entry.row)
+                    {
+                        placed.is_open = false;
+                    }
                     self.fail(entry.row, GatewayError::Internal("a plan was refused"));
                 }
-                true
+                // Without rows the next plan would be the same: it waits for the next turn.
+                has_rows
             }
         }
     }

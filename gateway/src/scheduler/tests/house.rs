@@ -15,7 +15,7 @@ use velox_shm::{Arena, Lease, PeerSegments, Segment};
 use super::super::{LeaseFuture, RowEnd, RowEvent, RowHandle, Scheduler, SchedulerConfig, Workers};
 use crate::catalog::Catalog;
 use crate::error::GatewayError;
-use crate::pool::plan::PlanExpectation;
+use crate::pool::plan::{PlanError, PlanExpectation};
 use crate::pool::scripted::ScriptedWorker;
 use crate::pool::{LossCause, PoolError, PoolEvent, WorkerKey};
 use crate::request::{Delivery, GenerationParts, Job, ModelLimits, ValidRequest};
@@ -145,6 +145,8 @@ struct State {
     opened: Vec<wire::OpenRow>,
     most_rows: usize,
     memory: Arena,
+    /// Plans that are refused before others are taken.
+    refusals: usize,
 }
 
 #[derive(Debug, Clone)]
@@ -153,6 +155,10 @@ struct Scripted(Arc<Mutex<State>>);
 impl Workers for Scripted {
     fn submit(&self, worker: WorkerKey, plan: wire::StepPlan) -> Result<(), PoolError> {
         let mut state = self.0.lock().unwrap();
+        if let Some(left) = state.refusals.checked_sub(1) {
+            state.refusals = left;
+            return Err(PlanError::TooManyPlans.into());
+        }
         let Some(scripted) = state.workers.get_mut(&worker) else {
             return Err(PoolError::WorkerLost(worker));
         };
@@ -210,6 +216,7 @@ impl House {
             opened: Vec::new(),
             most_rows: 0,
             memory,
+            refusals: 0,
         })));
         let (events, receiver) = mpsc::channel(64);
         let shutdown = CancellationToken::new();
@@ -271,6 +278,11 @@ impl House {
         }
         self.rows.retain(|(owner, _row), _tokens| *owner != worker);
         self.tell(PoolEvent::Lost { worker, cause }).await;
+    }
+
+    /// Refuses the next plan.
+    pub(super) fn refuse_one(&self) {
+        self.pool.0.lock().unwrap().refusals = 1;
     }
 
     pub(super) async fn drain(&mut self, worker: WorkerKey) {
