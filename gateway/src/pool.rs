@@ -33,6 +33,7 @@ pub use config::{ModelSource, PoolConfig, PoolTimeouts, RestartPolicy};
 pub use error::PoolError;
 pub use event::{LoadEvent, LossCause, PoolEvent, SlotState, WorkerKey, WorkerSnapshot};
 pub use facts::{ModelFacts, WorkerFacts};
+pub use models::MAX_RESIDENT_MODELS;
 pub use plan::MAX_PLANS_IN_FLIGHT;
 
 use std::sync::Arc;
@@ -149,11 +150,13 @@ impl Pool {
         slots.map(|slot| slot.board.snapshot()).collect()
     }
 
-    /// Loads a model on every ready worker; workers that start later load it too. Goes on when the caller
-    /// goes away. Progress that nobody takes is dropped.
+    /// Loads a model on every ready worker; workers that start later load it too. Once begun it goes
+    /// on when the caller goes away; a load whose `progress` is closed while it waits for others never begins.
+    /// Progress that nobody takes is dropped.
     ///
     /// # Errors
-    /// [`PoolError::ModelExists`] if the name belongs to another file, else the first worker's refusal: then
+    /// [`PoolError::ModelExists`] if the name belongs to another file, [`PoolError::TooManyModels`] and
+    /// [`PoolError::TooManyLoads`] above the limits, else the first worker's refusal: then
     /// no worker keeps the model.
     pub async fn load_model(
         &self,
@@ -214,15 +217,20 @@ impl Pool {
     /// process ends. Returns when it is reaped; a fresh one is starting then.
     ///
     /// # Errors
-    /// [`PoolError::UnknownWorker`] if there is no such slot, [`PoolError::NoWorkerReady`] if it is not ready.
+    /// [`PoolError::UnknownWorker`] if there is no such slot, [`PoolError::NoWorkerReady`] if it is not ready,
+    /// [`PoolError::Unanswered`] if it does not end; the drain goes on then.
     pub async fn drain(&self, slot_id: &str) -> Result<(), PoolError> {
         let slot = self.slot_of_id(slot_id)?;
         let live = slot.board.ready_worker().ok_or(PoolError::NoWorkerReady)?;
         let (key, (reply, reaped)) = (live.key, oneshot::channel());
         let drain = Command::Drain { key, reply };
         self.shared.command(&slot.commands, drain).await?;
-        // The supervisor bounds the drain by the grace periods and drops the sender when the process is gone.
-        let _dropped = reaped.await;
+        // The supervisor drops the sender when the process is gone. It waits for the plans in flight, for the
+        // worker's answer and for its end.
+        let timeouts = &self.shared.config.timeouts;
+        let limit = timeouts.grace * 2 + timeouts.control * 2;
+        let (call, dropped) = ("Drain", tokio::time::timeout(limit, reaped).await);
+        let _reaped = dropped.map_err(|_elapsed| PoolError::Unanswered { call, limit })?;
         Ok(())
     }
 

@@ -27,6 +27,10 @@ pub const DEFAULT_STALL_LIMIT: Duration = Duration::from_secs(10);
 /// What every token of a plan adds to the stall limit: one layer of a large model on the reference backend.
 pub const DEFAULT_STALL_LIMIT_PER_TOKEN: Duration = Duration::from_millis(100);
 
+/// Longest silence of a tensor thread that a call occupies. A load bumps the counter with its progress, so this
+/// bounds the repacking of one tensor or one op on given tensors.
+pub const DEFAULT_STALL_LIMIT_BUSY: Duration = Duration::from_secs(120);
+
 /// Silence of an idle worker after which it is pinged.
 pub const DEFAULT_PING_INTERVAL: Duration = Duration::from_secs(3);
 
@@ -45,6 +49,9 @@ pub const DEFAULT_HEALTHY_AFTER: Duration = Duration::from_secs(10);
 
 /// Processes of one slot whose evidence did not hold before the slot is given up.
 pub const DEFAULT_MAX_QUARANTINES: u32 = 3;
+
+/// A worker that was ready for so long shows that the slot is sound: earlier quarantines are forgotten.
+pub const DEFAULT_FORGIVE_AFTER: Duration = Duration::from_secs(3600);
 
 /// Size of a tensor segment; a larger lease gets a segment of its own size.
 pub const DEFAULT_SEGMENT_BYTES: u64 = 8 * 1024 * 1024;
@@ -76,6 +83,8 @@ pub struct PoolTimeouts {
     pub stall: Duration,
     /// What every token of a plan adds to `stall`.
     pub stall_per_token: Duration,
+    /// Longest silence of a tensor thread that a load or an op occupies.
+    pub stall_busy: Duration,
     /// Silence of an idle worker after which it is pinged.
     pub ping: Duration,
     /// Between the polite signal and the kill.
@@ -91,6 +100,7 @@ impl Default for PoolTimeouts {
             control: DEFAULT_CONTROL_TIMEOUT,
             stall: DEFAULT_STALL_LIMIT,
             stall_per_token: DEFAULT_STALL_LIMIT_PER_TOKEN,
+            stall_busy: DEFAULT_STALL_LIMIT_BUSY,
             ping: DEFAULT_PING_INTERVAL,
             grace: DEFAULT_GRACE,
         }
@@ -108,6 +118,8 @@ pub struct RestartPolicy {
     pub healthy_after: Duration,
     /// Processes whose evidence did not hold before the slot is given up.
     pub max_quarantines: u32,
+    /// Time as a ready worker after which earlier quarantines are forgotten.
+    pub forgive_after: Duration,
 }
 
 impl Default for RestartPolicy {
@@ -117,6 +129,7 @@ impl Default for RestartPolicy {
             max: DEFAULT_BACKOFF_MAX,
             healthy_after: DEFAULT_HEALTHY_AFTER,
             max_quarantines: DEFAULT_MAX_QUARANTINES,
+            forgive_after: DEFAULT_FORGIVE_AFTER,
         }
     }
 }
@@ -130,6 +143,27 @@ impl RestartPolicy {
         };
         let factor = 2_u32.checked_pow(doublings).unwrap_or(u32::MAX);
         self.initial.saturating_mul(factor).min(self.max)
+    }
+}
+
+/// What counts against a slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Failures {
+    /// Failures since the last healthy process.
+    pub(super) in_a_row: u32,
+    /// Processes whose evidence did not hold, since one was ready for long.
+    pub(super) quarantines: u32,
+}
+
+impl Failures {
+    /// Forgets what a process made up for that was ready for `ready`.
+    pub(super) fn forgive(&mut self, policy: &RestartPolicy, was_healthy: bool, ready: Duration) {
+        if was_healthy {
+            self.in_a_row = 0;
+        }
+        if ready >= policy.forgive_after {
+            self.quarantines = 0;
+        }
     }
 }
 
@@ -183,6 +217,20 @@ impl PoolConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn quarantines_are_forgotten_after_a_long_good_time() {
+        let policy = RestartPolicy::default();
+        let mut failures = Failures {
+            in_a_row: 2,
+            quarantines: 2,
+        };
+        let almost = policy.forgive_after - Duration::from_secs(1);
+        failures.forgive(&policy, true, almost);
+        assert_eq!((failures.in_a_row, failures.quarantines), (0, 2));
+        failures.forgive(&policy, true, policy.forgive_after);
+        assert_eq!(failures, Failures::default());
+    }
 
     #[test]
     fn the_pause_doubles_up_to_its_limit() {

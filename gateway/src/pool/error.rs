@@ -14,6 +14,9 @@ use super::plan::PlanError;
 /// How soon it makes sense to ask again after a worker was lost.
 const RETRY_AFTER_LOSS: Duration = Duration::from_millis(500);
 
+/// How soon it makes sense to ask for a load again: the order of one load.
+const RETRY_AFTER_LOADS: Duration = Duration::from_secs(5);
+
 /// Why the pool did not do what it was asked.
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {
@@ -32,6 +35,23 @@ pub enum PoolError {
     /// The name belongs to another file.
     #[error("name {0:?} is taken by another model")]
     ModelExists(String),
+    /// As many models as a pool may have.
+    #[error("{limit} models are loaded, which is the limit; unload one first")]
+    TooManyModels {
+        /// Most models.
+        limit: usize,
+    },
+    /// Too many loads and unloads wait for the one at hand.
+    #[error("{depth} loads of models wait, limit is {limit}")]
+    TooManyLoads {
+        /// Waiting calls.
+        depth: usize,
+        /// Most waiting calls.
+        limit: usize,
+    },
+    /// The caller left before its load began.
+    #[error("caller left before the load began")]
+    CallerLeft,
     /// The plan breaks the contract; it was not sent.
     #[error("plan is not valid: {0}")]
     InvalidPlan(#[from] PlanError),
@@ -78,6 +98,9 @@ impl ServiceError for PoolError {
             Self::UnknownWorker(_) => Reason::WorkerNotFound,
             Self::UnknownModel(_) => Reason::ModelNotFound,
             Self::ModelExists(_) => Reason::ModelExists,
+            Self::TooManyModels { .. } => Reason::OutOfMemory,
+            Self::TooManyLoads { .. } => Reason::QueueFull,
+            Self::CallerLeft => Reason::Cancelled,
             Self::Refused(fault) => fault.reason,
             Self::Memory(error) => error.reason(),
             Self::ShuttingDown => Reason::Draining,
@@ -93,6 +116,10 @@ impl ServiceError for PoolError {
     fn metadata(&self) -> std::collections::HashMap<String, String> {
         match self {
             Self::Refused(fault) => fault.metadata(),
+            Self::TooManyLoads { depth, limit } => [("queue_depth", depth), ("queue_limit", limit)]
+                .into_iter()
+                .map(|(name, value)| (name.to_owned(), value.to_string()))
+                .collect(),
             _ => std::collections::HashMap::new(),
         }
     }
@@ -109,6 +136,7 @@ impl ServiceError for PoolError {
             Self::WorkerLost(_) | Self::NoWorkerReady | Self::Unanswered { .. } => {
                 Some(RETRY_AFTER_LOSS)
             }
+            Self::TooManyLoads { .. } => Some(RETRY_AFTER_LOADS),
             Self::Refused(fault) => fault.retry_delay(),
             _ => None,
         }

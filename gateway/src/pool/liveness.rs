@@ -27,7 +27,10 @@ pub(super) enum Verdict {
 pub(super) struct Liveness {
     stall: Duration,
     stall_per_token: Duration,
+    stall_busy: Duration,
     ping: Duration,
+    /// Last sign since a call has occupied the thread; `None` while none does.
+    busy_sign: Option<Instant>,
     last_sign: Instant,
     heartbeat: u64,
 }
@@ -37,7 +40,9 @@ impl Liveness {
         Self {
             stall: timeouts.stall,
             stall_per_token: timeouts.stall_per_token,
+            stall_busy: timeouts.stall_busy,
             ping: timeouts.ping,
+            busy_sign: None,
             last_sign: now,
             heartbeat,
         }
@@ -52,6 +57,26 @@ impl Liveness {
     /// Takes note of anything that only a living tensor thread does, or of the first thing it is asked to do.
     pub(super) fn sign(&mut self, now: Instant) {
         self.last_sign = now;
+        if let Some(busy) = &mut self.busy_sign {
+            *busy = now;
+        }
+    }
+
+    /// Judges while a call occupies the thread, which shows less of itself then than in a pass. Once the call is
+    /// over, silence counts from there.
+    pub(super) fn judge_busy(&mut self, heartbeat: u64, now: Instant) -> Verdict {
+        if heartbeat != self.heartbeat {
+            self.heartbeat = heartbeat;
+            self.busy_sign = Some(now);
+        }
+        self.last_sign = now;
+        let last = *self.busy_sign.get_or_insert(now);
+        let (silence, limit) = (now.saturating_duration_since(last), self.stall_busy);
+        if silence > limit {
+            Verdict::Wedged { silence, limit }
+        } else {
+            Verdict::Alive
+        }
     }
 
     /// Judges by the counter and the clock. `awaited_tokens` is the size of the pass at hand, 0 for a ping or
@@ -62,6 +87,7 @@ impl Liveness {
         awaited_tokens: Option<u32>,
         now: Instant,
     ) -> Verdict {
+        self.busy_sign = None;
         if heartbeat != self.heartbeat {
             self.heartbeat = heartbeat;
             self.last_sign = now;
@@ -93,6 +119,7 @@ mod tests {
         let timeouts = PoolTimeouts {
             stall: 10 * SECOND,
             stall_per_token: SECOND,
+            stall_busy: 60 * SECOND,
             ping: 3 * SECOND,
             ..PoolTimeouts::default()
         };
@@ -125,6 +152,28 @@ mod tests {
             let verdict = liveness.judge(7 + u64::from(step), Some(0), now);
             assert_eq!(verdict, Verdict::Alive);
         }
+    }
+
+    #[test]
+    fn a_busy_worker_has_longer_and_its_silence_is_forgotten_afterwards() {
+        let start = Instant::now();
+        let mut liveness = liveness(start);
+        let at = |seconds: u32| start + SECOND * seconds;
+        assert_eq!(liveness.judge_busy(7, at(1)), Verdict::Alive);
+        assert_eq!(liveness.judge_busy(7, at(60)), Verdict::Alive);
+        // A load that shows progress may take any time.
+        assert_eq!(liveness.judge_busy(8, at(61)), Verdict::Alive);
+        assert_eq!(liveness.judge_busy(8, at(121)), Verdict::Alive);
+        assert_eq!(liveness.judge(8, Some(0), at(130)), Verdict::Alive);
+        // The next call starts afresh.
+        assert_eq!(liveness.judge_busy(8, at(140)), Verdict::Alive);
+        assert_eq!(
+            liveness.judge_busy(8, at(201)),
+            Verdict::Wedged {
+                silence: 61 * SECOND,
+                limit: 60 * SECOND
+            }
+        );
     }
 
     #[test]

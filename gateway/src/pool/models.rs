@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, SemaphorePermit, mpsc};
 use velox_proto::worker::v1 as wire;
 
 use super::board::LiveWorker;
@@ -13,12 +13,20 @@ use super::event::{LoadEvent, PoolEvent};
 use super::facts::ModelFacts;
 use super::{Shared, Slot};
 
+/// Most models of a pool: each maps its weights and keeps a tokenizer.
+pub const MAX_RESIDENT_MODELS: usize = 16;
+
+/// Loads and unloads that may wait while one is at work.
+const MAX_WAITING_CHANGES: usize = 8;
+
 /// The models that a worker loads before it is ready.
 #[derive(Debug)]
 pub(super) struct ModelList {
     sources: Mutex<Vec<ModelSource>>,
     /// Held by a call that changes the list and the workers, which takes as long as loading takes.
     changes: tokio::sync::Mutex<()>,
+    /// One for every such call that works or waits.
+    places: Semaphore,
 }
 
 impl ModelList {
@@ -26,6 +34,7 @@ impl ModelList {
         Self {
             sources: Mutex::new(sources),
             changes: tokio::sync::Mutex::default(),
+            places: Semaphore::new(MAX_WAITING_CHANGES + 1),
         }
     }
 
@@ -43,6 +52,25 @@ impl ModelList {
         let sources = self.lock();
         let all = sources.iter().all(|source| tried.contains(&source.name));
         all.then(declare)
+    }
+
+    /// Takes a place in the queue of calls that change the list; kept to the end of the call.
+    fn queue(&self) -> Result<SemaphorePermit<'_>, PoolError> {
+        self.places
+            .try_acquire()
+            .map_err(|_full| PoolError::TooManyLoads {
+                depth: MAX_WAITING_CHANGES,
+                limit: MAX_WAITING_CHANGES,
+            })
+    }
+
+    fn check_room(&self) -> Result<(), PoolError> {
+        if self.lock().len() >= MAX_RESIDENT_MODELS {
+            return Err(PoolError::TooManyModels {
+                limit: MAX_RESIDENT_MODELS,
+            });
+        }
+        Ok(())
     }
 
     fn find(&self, name: &str) -> Option<ModelSource> {
@@ -70,7 +98,13 @@ impl Shared {
         source: ModelSource,
         progress: mpsc::Sender<LoadEvent>,
     ) -> Result<Arc<ModelFacts>, PoolError> {
-        let _changing = self.models.changes.lock().await;
+        let _place = self.models.queue()?;
+        // Nobody is left to use a model whose caller went away while others loaded.
+        let _changing = tokio::select! {
+            biased;
+            () = progress.closed() => return Err(PoolError::CallerLeft),
+            changing = self.models.changes.lock() => changing,
+        };
         if let Some(present) = self.models.find(&source.name) {
             if present.path != source.path {
                 return Err(PoolError::ModelExists(source.name));
@@ -78,6 +112,8 @@ impl Shared {
             if let Ok((_live, facts)) = self.worker_with(&source.name) {
                 return Ok(facts);
             }
+        } else {
+            self.models.check_room()?;
         }
 
         let workers = self.ready_workers();
@@ -189,6 +225,7 @@ impl Shared {
 
     /// Unloads a model from every worker; from none if one of them has rows of it.
     pub(super) async fn unload_everywhere(&self, name: &str) -> Result<(), PoolError> {
+        let _place = self.models.queue()?;
         let _changing = self.models.changes.lock().await;
         let source = self.models.find(name);
         let source = source.ok_or_else(|| PoolError::UnknownModel(name.to_owned()))?;
@@ -265,5 +302,25 @@ impl Shared {
             .ok()
             .and_then(|index| self.slots.get(index))
             .expect("a process belongs to the slot whose supervisor spawned it")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use velox_proto::error::{Reason, ServiceError as _};
+
+    use super::*;
+
+    #[test]
+    fn few_changes_wait() {
+        let list = ModelList::new(Vec::new());
+        let mut places: Vec<_> = (0..=MAX_WAITING_CHANGES)
+            .map(|_| list.queue().unwrap())
+            .collect();
+        let error = list.queue().unwrap_err();
+        assert_eq!(error.reason(), Reason::QueueFull);
+        assert!(error.retry_delay().is_some());
+        places.pop();
+        assert!(list.queue().is_ok());
     }
 }

@@ -74,8 +74,12 @@ impl Shared {
         let (key, (reply, mapped)) = (live.key, oneshot::channel());
         let offer = Command::Offer { key, arena, reply };
         self.command(&live.commands, offer).await?;
-        // No limit of its own: a worker that does not answer is wedged, and its end drops the reply.
-        let mapped = mapped.await;
+        // A load is the longest that a worker may be at before it maps; one that never answers is wedged, and its
+        // end drops the reply.
+        let (call, limit) = ("SegmentOffer", self.config.timeouts.load);
+        let mapped = timeout(limit, mapped)
+            .await
+            .map_err(|_elapsed| PoolError::Unanswered { call, limit })?;
         mapped.map_err(|_dropped| PoolError::WorkerLost(key))??;
         live.memory
             .try_lease(byte_len)?

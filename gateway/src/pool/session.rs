@@ -128,6 +128,11 @@ impl<'a> Session<'a> {
         self.results > 0 || self.ready_since.elapsed() >= self.shared.config.restart.healthy_after
     }
 
+    /// Time since the process became ready.
+    pub(super) fn ready_for(&self) -> Duration {
+        self.ready_since.elapsed()
+    }
+
     /// Serves until the process ends or has to; the caller ends and reaps it.
     pub(super) async fn serve(
         &mut self,
@@ -185,9 +190,14 @@ impl<'a> Session<'a> {
         };
         let result = AttestedResult::attest(self.live.key, &self.live.facts, &expectation, result)?;
         self.results += 1;
-        self.slot.board.retired(self.live.key, &result);
         let worker = self.live.key;
-        self.shared.emit(PoolEvent::Result { worker, result }).await;
+        // The place first: once the plan has retired nothing may delay or lose its result.
+        let place = self.shared.events.reserve().await;
+        self.slot.board.retired(worker, &result);
+        // Without a scheduler there is nobody to tell.
+        if let Ok(place) = place {
+            place.send(PoolEvent::Result { worker, result });
+        }
         Ok(())
     }
 
@@ -278,13 +288,14 @@ impl<'a> Session<'a> {
 
     fn check(&mut self) -> Result<(), LossCause> {
         let now = Instant::now();
-        if self.live.busy.is_busy() {
-            // The call has its own limit, and reports when it passes it.
-            self.liveness.sign(now);
-            return Ok(());
-        }
         let heartbeat = self.live.memory.heartbeat().value();
-        match self.liveness.judge(heartbeat, self.awaited_tokens(), now) {
+        let verdict = if self.live.busy.is_busy() {
+            // The call has its own limit besides, and reports when it passes it.
+            self.liveness.judge_busy(heartbeat, now)
+        } else {
+            self.liveness.judge(heartbeat, self.awaited_tokens(), now)
+        };
+        match verdict {
             Verdict::Alive => Ok(()),
             Verdict::Ask => {
                 self.note_question();

@@ -12,6 +12,7 @@ use velox_proto::worker::v1 as wire;
 
 use super::attest::Violation;
 use super::board::{LiveWorker, SentPlan};
+use super::config::Failures;
 use super::control::Control;
 use super::error::PoolError;
 use super::event::{LossCause, PoolEvent, SlotState, WorkerKey};
@@ -38,6 +39,8 @@ pub(super) struct Supervisor {
 struct Ended {
     cause: LossCause,
     was_healthy: bool,
+    /// Time as a ready worker.
+    ready: Duration,
 }
 
 impl Ended {
@@ -45,6 +48,7 @@ impl Ended {
         Self {
             cause,
             was_healthy: false,
+            ready: Duration::ZERO,
         }
     }
 }
@@ -73,39 +77,43 @@ impl Supervisor {
         let shared = Arc::clone(&self.shared);
         let board = &shared.slots[self.index].board;
         let policy = &shared.config.restart;
-        let mut failures = 0_u32;
-        let mut quarantines = 0_u32;
+        let mut failures = Failures::default();
         while !shared.shutdown.is_cancelled() {
             let key = board.begin();
             let ended = self.incarnation(key).await;
-            if ended.was_healthy {
-                failures = 0;
-            }
+            // Whoever waits for an answer to a command that the process did not live to obey hears so now.
+            while self.inbox.try_recv().is_ok() {}
+            failures.forgive(policy, ended.was_healthy, ended.ready);
             let next = match &ended.cause {
                 LossCause::Drained => SlotState::Starting,
                 LossCause::Quarantined(_) => {
-                    failures = failures.saturating_add(1);
-                    quarantines = quarantines.saturating_add(1);
-                    if quarantines >= policy.max_quarantines {
+                    failures.in_a_row = failures.in_a_row.saturating_add(1);
+                    failures.quarantines = failures.quarantines.saturating_add(1);
+                    if failures.quarantines >= policy.max_quarantines {
                         SlotState::Quarantined
                     } else {
                         SlotState::Backoff
                     }
                 }
                 _ => {
-                    failures = failures.saturating_add(1);
+                    failures.in_a_row = failures.in_a_row.saturating_add(1);
                     SlotState::Backoff
                 }
             };
             let pause = match next {
-                SlotState::Backoff => policy.pause(failures),
+                SlotState::Backoff => policy.pause(failures.in_a_row),
                 _ => Duration::ZERO,
             };
-            tracing::warn!(worker = %key, cause = %ended.cause, ?pause, "worker is gone");
+            if ended.cause == LossCause::Drained {
+                tracing::info!(worker = %key, "worker has ended as asked");
+            } else {
+                tracing::warn!(worker = %key, cause = %ended.cause, ?pause, "worker is gone");
+            }
             board.ended(ended.cause.clone(), next);
             let (worker, cause) = (key, ended.cause);
             shared.emit(PoolEvent::Lost { worker, cause }).await;
             if next == SlotState::Quarantined {
+                let quarantines = failures.quarantines;
                 tracing::error!(worker = %key, quarantines, "slot is given up");
                 return;
             }
@@ -197,6 +205,7 @@ impl Supervisor {
         let mut session = Session::new(&shared, slot, live, prepared.channel, prepared.plans);
         let cause = session.serve(process, &mut self.inbox).await;
         slot.board.closed();
+        let ready = session.ready_for();
         if cause == LossCause::Drained {
             // The signal that follows says the same to a worker that does not answer.
             if let Err(error) = control.drain().await {
@@ -207,6 +216,7 @@ impl Supervisor {
         Ended {
             cause,
             was_healthy: session.was_healthy(),
+            ready,
         }
     }
 }

@@ -97,7 +97,7 @@ impl ModelService for Models {
     }
 }
 
-/// Loads a model and tells the progress as long as somebody listens; the load itself goes on without.
+/// Loads a model and tells the progress as long as somebody listens; a load that has begun goes on without.
 async fn load(
     context: Arc<Context>,
     source: ModelSource,
@@ -106,10 +106,17 @@ async fn load(
     let (progress, mut events) = mpsc::channel(PROGRESS);
     let loaded = context.pool.load_model(source, progress);
     let forward = async {
-        while let Some(event) = events.recv().await {
+        loop {
+            let event = tokio::select! {
+                event = events.recv() => event,
+                // Closing the events in turn tells the pool, which need not begin then.
+                () = answers.closed() => None,
+            };
+            let Some(event) = event else { break };
             // A reader that is behind misses progress, not the end.
             let _missed = answers.try_send(Ok(progress_response(event)));
         }
+        events.close();
     };
     let (loaded, ()) = tokio::join!(loaded, forward);
     let last = match loaded {

@@ -4,7 +4,9 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use tokio::sync::mpsc;
-use velox_gateway::pool::{LossCause, PoolError, PoolEvent, SlotState, Violation, WorkerKey};
+use velox_gateway::pool::{
+    LossCause, MAX_RESIDENT_MODELS, PoolError, PoolEvent, SlotState, Violation, WorkerKey,
+};
 use velox_proto::error::{Reason, ServiceError as _};
 use velox_proto::tensor::DType;
 use velox_proto::v1;
@@ -14,7 +16,7 @@ use crate::fake::{Manner, SLOW_LAYER, VOCAB_SIZE};
 use crate::house::{House, MODEL, STALL, decode_plan, exists, first_plan, signal, source};
 
 /// Every story and its name.
-pub(crate) const ALL: [(&str, fn()); 17] = [
+pub(crate) const ALL: [(&str, fn()); 18] = [
     ("plans_are_answered_in_order", || {
         run(plans_are_answered_in_order())
     }),
@@ -53,6 +55,9 @@ pub(crate) const ALL: [(&str, fn()); 17] = [
     ("a_crash_says_how", || run(a_crash_says_how())),
     ("models_come_and_go_and_come_back_after_a_restart", || {
         run(models_come_and_go())
+    }),
+    ("loads_are_limited_and_need_a_caller", || {
+        run(loads_are_limited())
     }),
     ("a_drained_worker_finishes_and_is_replaced", || {
         run(a_drained_worker())
@@ -423,6 +428,32 @@ async fn models_come_and_go() {
         matches!(&event, PoolEvent::ModelFailed { fault, .. } if fault.reason == Reason::InvalidModel),
         "{event:?}"
     );
+    house.close().await;
+}
+
+async fn loads_are_limited() {
+    let mut house = House::open(Manner::Honest);
+    house.ready().await;
+    let (progress, closed) = mpsc::channel(1);
+    drop(closed);
+    let nobody = house.pool.load_model(source("m0", "m0.gguf"), progress);
+    let error = nobody.await.unwrap_err();
+    assert!(matches!(error, PoolError::CallerLeft), "{error}");
+
+    let (progress, _phases) = mpsc::channel(1);
+    let load = |index: usize| {
+        let source = source(&format!("m{index}"), &format!("m{index}.gguf"));
+        house.pool.load_model(source, progress.clone())
+    };
+    for index in 1..MAX_RESIDENT_MODELS {
+        load(index).await.unwrap();
+    }
+    let error = load(MAX_RESIDENT_MODELS).await.unwrap_err();
+    assert!(matches!(error, PoolError::TooManyModels { .. }), "{error}");
+    // One that is there is no further one.
+    load(1).await.unwrap();
+    house.pool.unload_model("m1").await.unwrap();
+    load(MAX_RESIDENT_MODELS).await.unwrap();
     house.close().await;
 }
 
