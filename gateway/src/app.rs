@@ -87,7 +87,7 @@ impl App {
             Arc::clone(&catalog),
             (&tasks, workers.clone()),
         );
-        let texts = Arc::new(Texts::new(pool.clone(), tasks.clone()));
+        let texts = Arc::new(Texts::new(pool.clone()));
         let context = Arc::new(Context {
             scheduler,
             limits: config.scheduler,

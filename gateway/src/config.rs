@@ -9,7 +9,7 @@ use velox_proto::v1::Backend;
 
 use crate::error::GatewayError;
 use crate::listen::default_socket;
-use crate::pool::{ModelSource, PoolConfig};
+use crate::pool::{MAX_RESIDENT_MODELS, ModelSource, PoolConfig};
 use crate::scheduler::SchedulerConfig;
 
 /// Name of the worker's executable, beside ours.
@@ -140,6 +140,12 @@ impl TryFrom<&Arguments> for Config {
             }
             pool.models.push(source);
         }
+        if pool.models.len() > MAX_RESIDENT_MODELS {
+            return Err(config(format!(
+                "{} models, limit is {MAX_RESIDENT_MODELS}",
+                pool.models.len()
+            )));
+        }
         pool.workers = arguments.workers;
         pool.threads_per_worker = Some(match arguments.threads {
             Some(0) => return Err(config("threads is 0, allowed are 1 and more".to_owned())),
@@ -190,7 +196,7 @@ fn listen_config(arguments: &Arguments) -> Result<ListenConfig, GatewayError> {
 /// Finds a model by path, or by name in the model folder; "PATH=NAME" and `name` say how it is served.
 ///
 /// # Errors
-/// [`GatewayError::ModelNotFound`] if there is no such file or folder.
+/// [`GatewayError::NoSuchModelFile`] if there is no such file or folder.
 pub fn resolve_model(text: &str, name: &str, folder: &Path) -> Result<ModelSource, GatewayError> {
     let (text, alias) = match text.rsplit_once('=') {
         // A path may contain the sign itself.
@@ -212,12 +218,13 @@ pub fn resolve_model(text: &str, name: &str, folder: &Path) -> Result<ModelSourc
     let found = allowed
         .iter()
         .find(|path| path.exists())
-        .ok_or_else(|| GatewayError::ModelNotFound(text.to_owned()))?;
+        .ok_or_else(|| GatewayError::NoSuchModelFile(text.to_owned()))?;
     let path = std::path::absolute(found).map_err(GatewayError::io("the model's path"))?;
     let given = [name, alias].into_iter().find(|given| !given.is_empty());
     let name = match given {
         Some(given) => given.to_owned(),
-        None => derived_name(&path).ok_or_else(|| GatewayError::ModelNotFound(text.to_owned()))?,
+        None => derived_name(&path)
+            .ok_or_else(|| GatewayError::invalid("source", "file name is not valid UTF-8"))?,
     };
     Ok(ModelSource { name, path })
 }
@@ -315,6 +322,11 @@ mod tests {
         assert_eq!(find(odd.to_str().unwrap(), "").name, "a=b");
 
         // A path that does not exist is not looked for in the folder.
+        let error = resolve_model("./no.gguf", "", folder.path()).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "model \"./no.gguf\": no such file or folder"
+        );
         for missing in ["nothing", "", "./tiny", "../tiny"] {
             assert!(
                 resolve_model(missing, "", folder.path()).is_err(),

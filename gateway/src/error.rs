@@ -35,6 +35,17 @@ pub enum GatewayError {
         /// Most tokens of a prompt.
         limit: u32,
     },
+    /// The text of the prompt is longer than any prompt of the model can be; its tokens were not counted.
+    #[error("prompt has {bytes} bytes, limit is {limit}")]
+    PromptTextTooLong {
+        /// Bytes of the text.
+        bytes: usize,
+        /// Most bytes of a prompt for the model.
+        limit: usize,
+    },
+    /// No such file or folder, as the caller wrote it.
+    #[error("model {0:?}: no such file or folder")]
+    NoSuchModelFile(String),
     /// No such model.
     #[error("model {0:?} is not loaded")]
     ModelNotFound(String),
@@ -178,8 +189,10 @@ impl ServiceError for GatewayError {
     fn reason(&self) -> Reason {
         match self {
             Self::Invalid { .. } => Reason::InvalidRequest,
-            Self::PromptTooLong { .. } => Reason::PromptTooLong,
-            Self::ModelNotFound(_) | Self::NoDefaultModel => Reason::ModelNotFound,
+            Self::PromptTooLong { .. } | Self::PromptTextTooLong { .. } => Reason::PromptTooLong,
+            Self::ModelNotFound(_) | Self::NoSuchModelFile(_) | Self::NoDefaultModel => {
+                Reason::ModelNotFound
+            }
             Self::ModelBusy { .. } => Reason::ModelBusy,
             Self::BackendUnavailable { .. } => Reason::BackendUnavailable,
             Self::QueueFull { .. } => Reason::QueueFull,
@@ -210,7 +223,13 @@ impl ServiceError for GatewayError {
                 ("prompt_tokens", tokens.to_string()),
                 ("limit_tokens", limit.to_string()),
             ],
-            Self::ModelNotFound(model) => &[("model", model.clone())],
+            Self::PromptTextTooLong { bytes, limit } => &[
+                ("prompt_bytes", bytes.to_string()),
+                ("limit_bytes", limit.to_string()),
+            ],
+            Self::ModelNotFound(model) | Self::NoSuchModelFile(model) => {
+                &[("model", model.clone())]
+            }
             Self::ModelBusy { model, rows } => {
                 &[("model", model.clone()), ("requests", rows.to_string())]
             }
@@ -252,7 +271,8 @@ impl ServiceError for GatewayError {
     fn field(&self) -> Option<&str> {
         match self {
             Self::Invalid { field, .. } => Some(field),
-            Self::PromptTooLong { .. } => Some("prompt"),
+            Self::PromptTooLong { .. } | Self::PromptTextTooLong { .. } => Some("prompt"),
+            Self::NoSuchModelFile(_) => Some("source"),
             Self::ModelNotFound(_) | Self::NoDefaultModel => Some("model"),
             Self::Fault(fault) => fault.field(),
             Self::Text(error) => error.field(),

@@ -2,6 +2,7 @@
 
 use std::io::Write as _;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::Parser as _;
@@ -14,6 +15,9 @@ use velox_gateway::telemetry::Telemetry;
 /// Exit status for an error, as everywhere in Velox.
 const EXIT_ERROR: u8 = 2;
 
+/// Time for blocking work that still runs when everything else has ended.
+const BLOCKING_GRACE: Duration = Duration::from_millis(500);
+
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let Err(error) = run(&arguments) else {
@@ -24,8 +28,18 @@ fn main() -> ExitCode {
     ExitCode::from(EXIT_ERROR)
 }
 
-#[tokio::main(flavor = "current_thread")]
-async fn run(arguments: &Arguments) -> anyhow::Result<()> {
+/// Runs the gateway, and leaves behind what cannot be interrupted, such as work on a long text.
+fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("starting the runtime")?;
+    let outcome = runtime.block_on(serve(arguments));
+    runtime.shutdown_timeout(BLOCKING_GRACE);
+    outcome
+}
+
+async fn serve(arguments: &Arguments) -> anyhow::Result<()> {
     let _telemetry = Telemetry::start(arguments)?;
     let config = Config::try_from(arguments)?;
     let grace = config.grace;

@@ -4,13 +4,16 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::OnceCell;
+use tokio::sync::{OnceCell, Semaphore};
 use tokio_util::task::TaskTracker;
 
 use crate::catalog::{Catalog, ResidentModel};
 use crate::error::GatewayError;
 use crate::pool::{Pool, PoolError};
 use crate::text::{ChatTemplates, TextError, Tokenizer};
+
+/// Callers that may wait for each thread of text work.
+const WAITING_PER_THREAD: usize = 4;
 
 /// What turns messages into tokens and tokens into text for one model.
 #[derive(Debug)]
@@ -27,17 +30,18 @@ type Cell = Arc<OnceCell<Arc<ModelText>>>;
 #[derive(Debug)]
 pub struct Texts {
     pool: Pool,
-    tasks: TaskTracker,
+    threads: TextThreads,
     cells: Mutex<HashMap<String, Cell>>,
 }
 
 impl Texts {
-    /// Makes an empty cache that asks `pool` and builds on `tasks`.
+    /// Makes an empty cache that asks `pool`.
     #[must_use]
-    pub fn new(pool: Pool, tasks: TaskTracker) -> Self {
+    pub fn new(pool: Pool) -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         Self {
             pool,
-            tasks,
+            threads: TextThreads::new(cores),
             cells: Mutex::new(HashMap::new()),
         }
     }
@@ -85,6 +89,20 @@ impl Texts {
             })
     }
 
+    /// Runs a caller's work on text, which takes milliseconds and more, away from the runtime's threads.
+    ///
+    /// # Errors
+    /// [`GatewayError::QueueFull`] if too many callers wait, [`GatewayError::Internal`] if the work panicked.
+    ///
+    /// # Cancel safety
+    /// Work that has not begun never will.
+    pub async fn run<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, GatewayError> {
+        self.threads.run(work).await
+    }
+
     /// Forgets what no resident model uses.
     pub fn retain(&self, catalog: &Catalog) {
         let used = catalog.tokenizer_digests();
@@ -110,7 +128,7 @@ impl Texts {
                 templates,
             })
         };
-        Ok(Arc::new(blocking(&self.tasks, build).await??))
+        Ok(Arc::new(self.threads.run_own(build).await??))
     }
 
     fn cells(&self) -> std::sync::MutexGuard<'_, HashMap<String, Cell>> {
@@ -118,16 +136,114 @@ impl Texts {
     }
 }
 
-/// Runs work that takes milliseconds away from the runtime's threads.
+/// Threads for text work: as many as there are cores, and a few callers that wait for one.
 ///
-/// # Errors
-/// [`GatewayError::Internal`] if the work panicked.
-pub async fn blocking<T: Send + 'static>(
-    tasks: &TaskTracker,
-    work: impl FnOnce() -> T + Send + 'static,
-) -> Result<T, GatewayError> {
-    tasks
-        .spawn_blocking(work)
+/// Text comes from outside and its work cannot be interrupted. A caller that leaves while it waits takes its work
+/// along; work that has begun keeps its thread until it is done, also without a caller.
+#[derive(Debug)]
+struct TextThreads {
+    free: Arc<Semaphore>,
+    /// One for every caller that runs or waits.
+    places: Arc<Semaphore>,
+    max_waiting: usize,
+    /// Nobody waits for these at the end: what they compute, nobody would read.
+    tasks: TaskTracker,
+}
+
+impl TextThreads {
+    fn new(threads: usize) -> Self {
+        let max_waiting = threads.saturating_mul(WAITING_PER_THREAD);
+        Self {
+            free: Arc::new(Semaphore::new(threads)),
+            places: Arc::new(Semaphore::new(threads.saturating_add(max_waiting))),
+            max_waiting,
+            tasks: TaskTracker::new(),
+        }
+    }
+
+    /// Runs work of a caller, or refuses it.
+    async fn run<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, GatewayError> {
+        let place = Arc::clone(&self.places).try_acquire_owned();
+        let place = place.map_err(|_full| GatewayError::QueueFull {
+            depth: self.max_waiting,
+            limit: self.max_waiting,
+        })?;
+        self.run_own(move || {
+            let _until_done = place;
+            work()
+        })
         .await
-        .map_err(|_panicked| GatewayError::Internal("a text task panicked"))
+    }
+
+    /// Runs work of ours, of which there is little: it may wait as long as it takes.
+    async fn run_own<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, GatewayError> {
+        let thread = Arc::clone(&self.free).acquire_owned().await;
+        let thread = thread.map_err(|_closed| GatewayError::Internal("text threads are closed"))?;
+        let work = move || {
+            let _until_done = thread;
+            work()
+        };
+        let done = self.tasks.spawn_blocking(work).await;
+        done.map_err(|_panicked| GatewayError::Internal("a text task panicked"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use velox_proto::error::{Reason, ServiceError as _};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn work_has_few_threads_and_a_short_queue() {
+        let threads = Arc::new(TextThreads::new(1));
+        let callers = TaskTracker::new();
+        let (release, gate) = mpsc::channel::<()>();
+        let (begun, mut begins) = tokio::sync::mpsc::unbounded_channel();
+        let spawn = |work: Box<dyn FnOnce() + Send>| {
+            let threads = Arc::clone(&threads);
+            callers.spawn(async move { threads.run(work).await })
+        };
+        let first = begun.clone();
+        let running = spawn(Box::new(move || {
+            first.send("first").unwrap();
+            // Ends when the test lets go of the other end.
+            let _gone = gate.recv();
+        }));
+        assert_eq!(begins.recv().await, Some("first"));
+        let waiting: Vec<_> = (0..WAITING_PER_THREAD)
+            .map(|_| {
+                let begun = begun.clone();
+                spawn(Box::new(move || begun.send("waited").unwrap()))
+            })
+            .collect();
+        while threads.places.available_permits() > 0 {
+            tokio::task::yield_now().await;
+        }
+        let refused = threads.run(|| ()).await.unwrap_err();
+        assert_eq!(refused.reason(), Reason::QueueFull);
+        assert!(refused.retry_delay().is_some());
+
+        // Running work keeps its thread when its caller leaves; waiting work goes with its caller.
+        running.abort();
+        assert!(running.await.unwrap_err().is_cancelled());
+        assert_eq!(threads.free.available_permits(), 0);
+        for caller in waiting {
+            caller.abort();
+            assert!(caller.await.unwrap_err().is_cancelled());
+        }
+        assert_eq!(threads.places.available_permits(), WAITING_PER_THREAD);
+        drop(release);
+        threads.run(|| ()).await.unwrap();
+        drop(begun);
+        assert_eq!(begins.recv().await, None, "abandoned work never began");
+    }
 }

@@ -13,14 +13,27 @@ use crate::catalog::ResidentModel;
 use crate::error::GatewayError;
 use crate::request::{Delivery, GenerationParts, Job, ValidRequest, Work};
 use crate::response::{Generation, Opening, Scoring};
-use crate::text::{Bos, Markup, Message, SpecialTokens};
-use crate::texts::{ModelText, blocking};
+use crate::text::{Bos, MAX_TEXT_BYTES, Markup, Message, SpecialTokens};
+use crate::texts::ModelText;
 
 /// Longest JSON object of template arguments.
 const MAX_ARGUMENTS_BYTES: usize = 1024 * 1024;
 
 /// Most messages of a conversation.
 const MAX_MESSAGES: usize = 16_384;
+
+/// Longest text of a Tokenize call.
+const MAX_TOKENIZE_BYTES: usize = 4 * 1024 * 1024;
+
+/// Most ids of a Detokenize call.
+const MAX_DETOKENIZE_IDS: usize = 1024 * 1024;
+
+/// Bytes of prompt for each position of the context above which a text cannot fit, so that nobody counts its
+/// tokens: published vocabularies average 3 to 5 bytes a token.
+const MAX_BYTES_PER_TOKEN: usize = 64;
+
+/// A text of so many bytes is tokenized whatever the context is, so that the refusal can name tokens.
+const SHORT_TEXT_BYTES: usize = 64 * 1024;
 
 /// The service.
 #[derive(Debug)]
@@ -40,6 +53,20 @@ enum Input {
         bos: Bos,
     },
     Ids(Vec<u32>),
+}
+
+impl Input {
+    /// Bytes of the text before a template adds to it.
+    fn text_bytes(&self) -> usize {
+        match self {
+            Self::Chat { messages, .. } => messages
+                .iter()
+                .map(|message| message.role.len().saturating_add(message.content.len()))
+                .fold(0, usize::saturating_add),
+            Self::Text { text, .. } => text.len(),
+            Self::Ids(_) => 0,
+        }
+    }
 }
 
 impl Inference {
@@ -108,7 +135,16 @@ impl Inference {
         self.context.admit()?;
         let (name, input, parts) = call.message;
         let (model, text) = self.model(&name).await?;
-        let prompt = self.tokens(&text, input).await?;
+        let truncates = parts
+            .generation
+            .as_ref()
+            .is_some_and(|options| options.truncate_prompt);
+        let limit_bytes = if truncates {
+            MAX_TEXT_BYTES
+        } else {
+            max_prompt_bytes(model.limits.context_length)
+        };
+        let prompt = self.tokens(&text, input, limit_bytes).await?;
         let request = ValidRequest::generate(&model.limits, prompt, parts, delivery, fresh_seed())?;
         let limit = match request.job.work() {
             Work::Generate(generate) => generate.limit,
@@ -142,7 +178,8 @@ impl Inference {
             None => return Err(GatewayError::invalid("input", "input is missing")),
         };
         let (model, text) = self.model(&request.model).await?;
-        let tokens = self.tokens(&text, input).await?;
+        let limit_bytes = max_prompt_bytes(model.limits.context_length);
+        let tokens = self.tokens(&text, input, limit_bytes).await?;
         let job = Job::score(&model.limits, tokens, &request)?.with_traceparent(call.traceparent);
         let scoring = Scoring::new(&job);
         let row = self.context.scheduler.submit(job, call.span).await?;
@@ -159,7 +196,16 @@ impl Inference {
         Ok((model, text))
     }
 
-    async fn tokens(&self, text: &Arc<ModelText>, input: Input) -> Result<Vec<u32>, GatewayError> {
+    async fn tokens(
+        &self,
+        text: &Arc<ModelText>,
+        input: Input,
+        limit_bytes: usize,
+    ) -> Result<Vec<u32>, GatewayError> {
+        if let Input::Ids(ids) = input {
+            return Ok(ids);
+        }
+        check_bytes(input.text_bytes(), limit_bytes)?;
         let text = Arc::clone(text);
         let work = move || match input {
             Input::Ids(ids) => Ok(ids),
@@ -167,22 +213,32 @@ impl Inference {
                 text: prompt,
                 markup,
                 bos,
-            } => text.tokenizer.encode(&prompt, markup, bos),
+            } => Ok(text.tokenizer.encode(&prompt, markup, bos)?),
             Input::Chat {
                 messages,
                 arguments,
             } => {
                 let prompt = text.templates.render(&messages, &arguments)?;
-                text.tokenizer.encode(&prompt, Markup::Special, Bos::Add)
+                check_bytes(prompt.len(), limit_bytes)?;
+                Ok(text.tokenizer.encode(&prompt, Markup::Special, Bos::Add)?)
             }
         };
-        Ok(blocking(&self.context.tasks, work).await??)
+        self.context.texts.run(work).await?
     }
 
     async fn tokenized(
         &self,
         request: v1::TokenizeRequest,
     ) -> Result<v1::TokenizeResponse, GatewayError> {
+        if request.text.len() > MAX_TOKENIZE_BYTES {
+            return Err(GatewayError::invalid(
+                "text",
+                format!(
+                    "text has {} bytes, limit is {MAX_TOKENIZE_BYTES}",
+                    request.text.len()
+                ),
+            ));
+        }
         let (_model, text) = self.model(&request.model).await?;
         let input = Input::Text {
             text: request.text,
@@ -190,7 +246,7 @@ impl Inference {
             bos: if request.add_bos { Bos::Add } else { Bos::Omit },
         };
         Ok(v1::TokenizeResponse {
-            ids: self.tokens(&text, input).await?,
+            ids: self.tokens(&text, input, MAX_TOKENIZE_BYTES).await?,
         })
     }
 
@@ -198,6 +254,12 @@ impl Inference {
         &self,
         request: v1::DetokenizeRequest,
     ) -> Result<v1::DetokenizeResponse, GatewayError> {
+        if request.ids.len() > MAX_DETOKENIZE_IDS {
+            return Err(GatewayError::invalid(
+                "ids",
+                format!("{} ids, limit is {MAX_DETOKENIZE_IDS}", request.ids.len()),
+            ));
+        }
         let (model, text) = self.model(&request.model).await?;
         let vocabulary = model.limits.vocab_size;
         if let Some(id) = request.ids.iter().find(|&&id| id >= vocabulary) {
@@ -213,7 +275,7 @@ impl Inference {
         };
         let work = move || text.tokenizer.decode(&request.ids, special);
         Ok(v1::DetokenizeResponse {
-            text: blocking(&self.context.tasks, work).await?,
+            text: self.context.texts.run(work).await?,
         })
     }
 }
@@ -317,6 +379,21 @@ fn markup(parse_special: bool) -> Markup {
     }
 }
 
+/// Returns the longest text that may fit a context.
+fn max_prompt_bytes(context_length: u32) -> usize {
+    usize::try_from(context_length)
+        .unwrap_or(usize::MAX)
+        .saturating_mul(MAX_BYTES_PER_TOKEN)
+        .clamp(SHORT_TEXT_BYTES, MAX_TEXT_BYTES)
+}
+
+fn check_bytes(bytes: usize, limit: usize) -> Result<(), GatewayError> {
+    if bytes > limit {
+        return Err(GatewayError::PromptTextTooLong { bytes, limit });
+    }
+    Ok(())
+}
+
 fn messages(wire: Vec<v1::ChatMessage>) -> Result<Vec<Message>, GatewayError> {
     if wire.is_empty() || wire.len() > MAX_MESSAGES {
         return Err(GatewayError::invalid(
@@ -363,6 +440,7 @@ fn fresh_seed() -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use velox_proto::error::{Reason, ServiceError as _};
 
     #[test]
     fn template_arguments_are_a_bounded_json_object() {
@@ -384,6 +462,29 @@ mod tests {
     fn a_conversation_has_at_least_one_message() {
         assert!(messages(vec![]).is_err());
         assert_eq!(messages(vec![v1::ChatMessage::default()]).unwrap().len(), 1);
+    }
+
+    #[test]
+    fn a_prompt_that_cannot_fit_is_refused_by_its_bytes() {
+        assert_eq!(max_prompt_bytes(8), SHORT_TEXT_BYTES);
+        assert_eq!(max_prompt_bytes(2048), 128 * 1024);
+        assert_eq!(max_prompt_bytes(u32::MAX), MAX_TEXT_BYTES);
+        assert!(check_bytes(5, 5).is_ok());
+        let error = check_bytes(131_073, max_prompt_bytes(2048)).unwrap_err();
+        assert_eq!(error.reason(), Reason::PromptTooLong);
+        assert_eq!(
+            error.to_string(),
+            "prompt has 131073 bytes, limit is 131072"
+        );
+        let chat = Input::Chat {
+            messages: messages(vec![v1::ChatMessage {
+                role: "user".to_owned(),
+                content: "12345".to_owned(),
+            }])
+            .unwrap(),
+            arguments: serde_json::Map::new(),
+        };
+        assert_eq!(chat.text_bytes(), 9);
     }
 
     #[test]
