@@ -97,12 +97,33 @@ fn within(
     if range.contains(&value) {
         return Ok(value + 0.0);
     }
+    let name = field.rsplit('.').next().unwrap_or(field);
+    let (least, most) = (*range.start(), *range.end());
+    let allowed = if least == f32::MIN_POSITIVE {
+        format!("above 0 and at most {most}")
+    } else {
+        format!("between {least} and {most}")
+    };
     Err(GatewayError::invalid(
         field,
-        format!(
-            "{value} is not between {} and {}",
-            range.start(),
-            range.end()
-        ),
+        format!("{name} is {value}, must be {allowed}"),
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_names_the_field_the_value_and_the_bounds() {
+        let text = |field, value, range| within(field, value, range).unwrap_err().to_string();
+        assert_eq!(
+            text("sampling.temperature", f32::NAN, 0.0..=MAX_TEMPERATURE),
+            "temperature is NaN, must be between 0 and 100"
+        );
+        assert_eq!(
+            text("sampling.top_p", 0.0, f32::MIN_POSITIVE..=1.0),
+            "top_p is 0, must be above 0 and at most 1"
+        );
+    }
 }
