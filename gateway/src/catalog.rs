@@ -141,13 +141,27 @@ impl Catalog {
         self.changes.subscribe()
     }
 
-    /// Returns the name of the default model.
+    /// Returns the name that an empty one stands for: the default model, or the only one if none was expected.
+    #[must_use]
+    pub fn implied_model(&self) -> Option<String> {
+        if let Some(default) = self.default_model() {
+            return Some(default.to_owned());
+        }
+        let state = self.lock();
+        let mut names = state.entries.keys();
+        match (names.next(), names.next()) {
+            (Some(only), None) => Some(only.clone()),
+            _ => None,
+        }
+    }
+
+    /// Returns the name of the expected default model.
     #[must_use]
     pub fn default_model(&self) -> Option<&str> {
         self.default_model.as_deref()
     }
 
-    /// Finds a model; the empty name is the default one. A model that is expected and not loaded yet is waited for.
+    /// Finds a model; the empty name is the default one, or the only one. A model that is expected and not loaded yet is waited for.
     ///
     /// # Errors
     /// [`GatewayError::ModelNotFound`], the worker's fault if it could not load it, or
@@ -160,11 +174,12 @@ impl Catalog {
         name: &str,
         limit: Duration,
     ) -> Result<ResidentModel, GatewayError> {
-        let name = match (name, self.default_model()) {
-            ("", None) => return Err(GatewayError::NoDefaultModel),
-            ("", Some(default)) => default,
-            (name, _) => name,
+        let implied = if name.is_empty() {
+            Some(self.implied_model().ok_or(GatewayError::NoDefaultModel)?)
+        } else {
+            None
         };
+        let name = implied.as_deref().unwrap_or(name);
         let mut changes = self.changes();
         let found = tokio::time::timeout(limit, async {
             loop {
@@ -201,11 +216,12 @@ impl Catalog {
     /// Returns every loaded model, by name.
     #[must_use]
     pub fn models(&self) -> Vec<v1::Model> {
+        let implied = self.implied_model();
         let state = self.lock();
         let loaded = state.entries.values().filter_map(Entry::resident);
         loaded
             .map(|resident| v1::Model {
-                is_default: self.default_model() == Some(resident.facts.name()),
+                is_default: implied.as_deref() == Some(resident.facts.name()),
                 ..resident.facts.model().clone()
             })
             .collect()

@@ -129,3 +129,16 @@ fn an_unloaded_model_is_forgotten() {
     assert!(catalog.models().is_empty());
     assert!(catalog.tokenizer_digests().is_empty());
 }
+
+#[tokio::test(start_paused = true)]
+async fn the_only_model_needs_no_name() {
+    let catalog = Catalog::new(&[]);
+    let error = catalog.resident("", WAIT).await.unwrap_err();
+    assert!(matches!(error, GatewayError::NoDefaultModel), "{error}");
+    ready(&catalog, &worker(1, &["m"]));
+    assert_eq!(catalog.resident("", WAIT).await.unwrap().facts.name(), "m");
+    assert!(catalog.models()[0].is_default);
+    ready(&catalog, &worker(2, &["m", "n"]));
+    let error = catalog.resident("", WAIT).await.unwrap_err();
+    assert!(matches!(error, GatewayError::NoDefaultModel), "{error}");
+}

@@ -59,11 +59,7 @@ impl AdminService for Admin {
             kv_bytes: load.kv_bytes,
             shm_leased_bytes: context.pool.shm_leased_bytes(),
             shm_segment_bytes: context.pool.shm_segment_bytes(),
-            default_model: context
-                .catalog
-                .default_model()
-                .unwrap_or_default()
-                .to_owned(),
+            default_model: context.catalog.implied_model().unwrap_or_default(),
         }))
     }
 
