@@ -147,7 +147,8 @@ impl Scheduler {
         }
     }
 
-    /// Hands a job over. The row ends at the deadline of the call that runs this. `span` is the parent of the spans of its phases.
+    /// Hands a job over; `span` is the parent of the spans of its phases. The row ends at the deadline of the call
+    /// that runs this, whether or not anybody polls its handle.
     ///
     /// # Errors
     /// [`GatewayError::Draining`] if the scheduler has ended. A refusal arrives as the handle's first event.
