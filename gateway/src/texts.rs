@@ -12,8 +12,9 @@ use crate::error::GatewayError;
 use crate::pool::{Pool, PoolError};
 use crate::text::{ChatTemplates, TextError, Tokenizer};
 
-/// Callers that may wait for each thread of text work.
-const WAITING_PER_THREAD: usize = 4;
+/// Callers that may wait for a thread of text work: as many as the queue of requests behind it holds by default, since
+/// a burst that fits there must get there. What waits is only a text, whose length is bounded.
+const MAX_WAITING: usize = 256;
 
 /// What turns messages into tokens and tokens into text for one model.
 #[derive(Debug)]
@@ -136,7 +137,7 @@ impl Texts {
     }
 }
 
-/// Threads for text work: as many as there are cores, and a few callers that wait for one.
+/// Threads for text work: as many as there are cores, and a bounded number of callers that wait for one.
 ///
 /// Text comes from outside and its work cannot be interrupted. A caller that leaves while it waits takes its work
 /// along; work that has begun keeps its thread until it is done, also without a caller.
@@ -145,18 +146,15 @@ struct TextThreads {
     free: Arc<Semaphore>,
     /// One for every caller that runs or waits.
     places: Arc<Semaphore>,
-    max_waiting: usize,
     /// Nobody waits for these at the end: what they compute, nobody would read.
     tasks: TaskTracker,
 }
 
 impl TextThreads {
     fn new(threads: usize) -> Self {
-        let max_waiting = threads.saturating_mul(WAITING_PER_THREAD);
         Self {
             free: Arc::new(Semaphore::new(threads)),
-            places: Arc::new(Semaphore::new(threads.saturating_add(max_waiting))),
-            max_waiting,
+            places: Arc::new(Semaphore::new(threads.saturating_add(MAX_WAITING))),
             tasks: TaskTracker::new(),
         }
     }
@@ -168,8 +166,8 @@ impl TextThreads {
     ) -> Result<T, GatewayError> {
         let place = Arc::clone(&self.places).try_acquire_owned();
         let place = place.map_err(|_full| GatewayError::QueueFull {
-            depth: self.max_waiting,
-            limit: self.max_waiting,
+            depth: MAX_WAITING,
+            limit: MAX_WAITING,
         })?;
         self.run_own(move || {
             let _until_done = place;
@@ -203,7 +201,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn work_has_few_threads_and_a_short_queue() {
+    async fn work_has_few_threads_and_a_bounded_queue() {
         let threads = Arc::new(TextThreads::new(1));
         let callers = TaskTracker::new();
         let (release, gate) = mpsc::channel::<()>();
@@ -219,7 +217,7 @@ mod tests {
             let _gone = gate.recv();
         }));
         assert_eq!(begins.recv().await, Some("first"));
-        let waiting: Vec<_> = (0..WAITING_PER_THREAD)
+        let waiting: Vec<_> = (0..MAX_WAITING)
             .map(|_| {
                 let begun = begun.clone();
                 spawn(Box::new(move || begun.send("waited").unwrap()))
@@ -240,7 +238,7 @@ mod tests {
             caller.abort();
             assert!(caller.await.unwrap_err().is_cancelled());
         }
-        assert_eq!(threads.places.available_permits(), WAITING_PER_THREAD);
+        assert_eq!(threads.places.available_permits(), MAX_WAITING);
         drop(release);
         threads.run(|| ()).await.unwrap();
         drop(begun);
