@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 
 use clap::Parser;
 
-/// Share of physical memory that caches may use when the gateway says nothing.
+/// What caches may allocate when the gateway says nothing: a flat amount, not derived from this machine's memory.
 const DEFAULT_CACHE_LIMIT_BYTES: u64 = 4 * 1024 * 1024 * 1024;
 
 /// Kernel worker of Velox. Spawned by velox-gateway with its channels as standard input and output.
