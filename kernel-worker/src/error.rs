@@ -94,7 +94,9 @@ pub fn engine_reason(error: &EngineError) -> Reason {
         EngineError::OutOfMemory { .. } => Reason::OutOfMemory,
         EngineError::Numeric(_) => Reason::NumericError,
         EngineError::Cancelled => Reason::Cancelled,
-        EngineError::InvalidPlan(_) | EngineError::Kernel(_) => Reason::Internal,
+        EngineError::Device { .. } | EngineError::InvalidPlan(_) | EngineError::Kernel(_) => {
+            Reason::Internal
+        }
     }
 }
 

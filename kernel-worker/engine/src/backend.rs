@@ -14,6 +14,7 @@ use std::ops::Range;
 pub use velox_kernels::attention::StatsRequest;
 use velox_kernels::matrix::Matrix;
 use velox_kernels::ran::{Device, Ran};
+use velox_kvcache::{KvGeometry, KvMethod, KvShape};
 
 use crate::error::EngineError;
 use crate::sampler::{SampleRequest, SampleResult};
@@ -238,6 +239,14 @@ pub trait Backend {
     /// As the device says.
     fn prepare_rope(&mut self, rope: &RopeSpec, context_length: usize) -> Result<(), EngineError>;
 
+    /// Returns what a token costs in the caches of this backend: pages of 16-bit elements unless it says otherwise.
+    ///
+    /// # Errors
+    /// [`EngineError::Kernel`] if the shape overflows.
+    fn kv_geometry(&self, shape: KvShape) -> Result<KvGeometry, EngineError> {
+        Ok(KvMethod::None.geometry(shape)?)
+    }
+
     /// Makes an empty cache; pages are allocated as tokens arrive, up to `capacity_tokens`.
     ///
     /// # Errors
@@ -372,7 +381,21 @@ pub trait Backend {
     /// As the device says.
     fn read_logits(&mut self, logits: &Self::Logits) -> Result<Vec<f32>, EngineError>;
 
-    /// Evaluates what a lazy backend has recorded, reporting layers to `progress`; eager ones do nothing.
+    /// Called after the last stage of a layer, with its result. An eager backend has computed it; a lazy one evaluates
+    /// it here or reports nothing.
+    ///
+    /// # Errors
+    /// As the device says.
+    fn end_layer(
+        &mut self,
+        _hidden: &Self::Activation,
+        progress: &dyn Progress,
+    ) -> Result<(), EngineError> {
+        progress.layer_done();
+        Ok(())
+    }
+
+    /// Evaluates what a lazy backend has recorded, reporting to `progress`; eager ones do nothing.
     ///
     /// # Errors
     /// As the device says.

@@ -39,6 +39,14 @@ pub enum EngineError {
         /// Why not.
         reason: String,
     },
+    /// The device failed while it computed; the rows of the pass are lost.
+    #[error("{backend}: {reason}")]
+    Device {
+        /// Label of the backend.
+        backend: &'static str,
+        /// What its library says.
+        reason: String,
+    },
     /// A plan breaks the contract between gateway and worker.
     #[error("invalid plan: {0}")]
     InvalidPlan(String),

@@ -141,7 +141,7 @@ impl<B: Backend> Transformer<B> {
             watch.stages.record(Stage::OutputProject);
             hidden = backend.gated_mlp(hidden.into_value(), &layer.mlp)?;
             watch.stages.record(Stage::GatedMlp);
-            watch.progress.layer_done();
+            backend.end_layer(hidden.value(), watch.progress)?;
         }
         Ok(hidden)
     }

@@ -5,7 +5,7 @@ use std::path::Path;
 use velox_kernels::cpu::CpuKernelSet;
 use velox_kernels::label::BackendLabel;
 use velox_kernels::ran::Device;
-use velox_kvcache::{KvMethod, KvShape, PageBudget};
+use velox_kvcache::{KvShape, PageBudget};
 
 use crate::backend::Backend;
 use crate::backend::cpu::CpuBackend;
@@ -162,13 +162,16 @@ fn probed_cpu(
 }
 
 /// Hands a checked source to a backend.
-fn assemble<B: Backend + 'static>(
+///
+/// # Errors
+/// What the backend cannot take.
+pub fn assemble<B: Backend + 'static>(
     source: ModelSource,
     mut backend: B,
     report: &mut dyn FnMut(LoadProgress),
 ) -> Result<LoadedModel, EngineError> {
     let spec = source.spec;
-    let geometry = KvMethod::None.geometry(KvShape {
+    let geometry = backend.kv_geometry(KvShape {
         n_layers: spec.n_layers,
         n_kv_heads: spec.n_kv_heads,
         head_dim: spec.head_dim,

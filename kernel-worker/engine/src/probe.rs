@@ -256,6 +256,7 @@ fn append_attend<B: Backend>(backend: &mut B) -> Result<Vec<f32>, EngineError> {
     prepare_rope(backend)?;
     let qkv = qkv(backend)?;
     let mut cache = backend.new_cache(1, SHAPE, TOKEN_IDS.len())?;
+    backend.reserve(&mut cache, TOKEN_IDS.len())?;
     let mut spans = [RowSpan {
         cache: &mut cache,
         tokens: 0..TOKEN_IDS.len(),

@@ -15,7 +15,7 @@ pub struct PageBudget {
 
 /// Bytes taken from a budget; dropping it gives them back.
 #[derive(Debug)]
-pub(crate) struct Reservation {
+pub struct Reservation {
     budget: PageBudget,
     bytes: u64,
 }
@@ -43,7 +43,8 @@ impl PageBudget {
     }
 
     /// Opens a reservation of nothing.
-    pub(crate) fn reservation(&self) -> Reservation {
+    #[must_use]
+    pub fn reservation(&self) -> Reservation {
         Reservation {
             budget: self.clone(),
             bytes: 0,
@@ -56,7 +57,7 @@ impl Reservation {
     ///
     /// # Errors
     /// [`KvError::BudgetExceeded`]; nothing is taken then.
-    pub(crate) fn grow(&mut self, bytes: u64) -> Result<(), KvError> {
+    pub fn grow(&mut self, bytes: u64) -> Result<(), KvError> {
         let limit = self.budget.limit_bytes;
         self.budget
             .used_bytes
@@ -72,7 +73,7 @@ impl Reservation {
     }
 
     /// Gives bytes back, at most what it holds.
-    pub(crate) fn shrink(&mut self, bytes: u64) {
+    pub fn shrink(&mut self, bytes: u64) {
         debug_assert!(bytes <= self.bytes);
         let returned = bytes.min(self.bytes);
         self.bytes -= returned;

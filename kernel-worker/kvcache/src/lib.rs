@@ -14,7 +14,7 @@ pub mod error;
 pub mod method;
 pub mod paged;
 
-pub use budget::PageBudget;
+pub use budget::{PageBudget, Reservation};
 pub use error::KvError;
 pub use method::{KvGeometry, KvMethod, KvShape, ReplayClass};
 pub use paged::{AllocatedBytes, PagedCache};

@@ -17,8 +17,14 @@ pub struct LogitRows {
 }
 
 impl LogitRows {
+    /// Takes over rows of `vocab_size` values each.
+    #[must_use]
+    pub fn new(vocab_size: usize, values: Vec<f32>) -> Self {
+        Self { vocab_size, values }
+    }
+
     /// Chooses a token per request; a row's error is its own.
-    pub(super) fn sample(&self, requests: &[SampleRequest<'_>]) -> RowSamples {
+    pub fn sample(&self, requests: &[SampleRequest<'_>]) -> RowSamples {
         requests
             .iter()
             .map(|request| {
@@ -29,7 +35,11 @@ impl LogitRows {
     }
 
     /// Log-probabilities per request.
-    pub(super) fn score(&self, requests: &[ScoreRequest]) -> Result<Vec<ScoreResult>, EngineError> {
+    ///
+    /// # Errors
+    /// [`EngineError::Kernel`] if a request names a row that is not there, [`EngineError::Numeric`] if a row holds what
+    /// is no number.
+    pub fn score(&self, requests: &[ScoreRequest]) -> Result<Vec<ScoreResult>, EngineError> {
         requests
             .iter()
             .map(|request| {

@@ -1,0 +1,480 @@
+//! The stages as MLX ops: recorded in the call, evaluated when somebody reads.
+
+use velox_engine::backend::host::LogitRows;
+use velox_engine::backend::{
+    Attended, AttentionShape, Backend, CacheBytes, GatedMlp, Linear, Norm, QkNorm, Qkv, RowSamples,
+    RowSpan, ScoreRequest, ScoreResult, StatsRequest,
+};
+use velox_engine::error::EngineError;
+use velox_engine::sampler::SampleRequest;
+use velox_engine::spec::{RopePairing, RopeSpec};
+use velox_engine::step::Progress;
+use velox_kernels::matrix::Matrix;
+use velox_kernels::ran::Ran;
+use velox_kvcache::{KvGeometry, KvMethod, KvShape, PageBudget};
+
+use crate::cache::{GROWTH_TOKENS, MlxCache};
+use crate::ffi::{
+    AttentionMask, DeviceStream, Dtype, HalfPrecision, MlxDevice, MlxError, Pairing, Rotary,
+    Tensor, evaluate, window_mask,
+};
+use crate::weights::Weight;
+
+/// Tokens of a pass from which on every layer is evaluated by itself: the graph of a long chunk must not pile up, and
+/// the process must show that it is alive.
+const EVALUATE_BY_LAYER_TOKENS: usize = 64;
+
+/// Rotation with the factor on its result.
+#[derive(Debug)]
+struct Rope {
+    rotary: Rotary,
+    /// `[K]`, 1 where nothing is rotated; `None` if it is 1 everywhere.
+    factors: Option<Tensor>,
+}
+
+/// Runs every stage on one device of MLX.
+#[derive(Debug)]
+pub struct MlxBackend<D> {
+    stream: DeviceStream<D>,
+    dtype: Dtype,
+    budget: PageBudget,
+    rope: Option<(RopeSpec, Option<Rope>)>,
+    /// Positions of the pass at hand: every layer asks for the same.
+    positions: Option<(Vec<usize>, Tensor)>,
+    /// What the pass at hand wrote to caches.
+    appended: Vec<Tensor>,
+}
+
+type Recorded<D, T> = Result<Ran<D, T>, EngineError>;
+
+impl<D: MlxDevice> MlxBackend<D> {
+    /// Opens the device on this thread, which must run the backend ever after. Activations, scales and caches get
+    /// the type that suits a model of these block types and the device.
+    ///
+    /// # Errors
+    /// [`EngineError::BackendUnavailable`] with the reason.
+    pub fn open(tensor_types: &[&str], budget: PageBudget) -> Result<Self, EngineError> {
+        let stream = DeviceStream::open().map_err(|error| EngineError::BackendUnavailable {
+            backend: D::LABEL.name(),
+            reason: error.to_string(),
+        })?;
+        let only_f32 = tensor_types.iter().all(|&name| name == "F32");
+        let dtype = match D::HALF_PRECISION {
+            HalfPrecision::Fast if tensor_types.contains(&"BF16") => Dtype::Bf16,
+            HalfPrecision::Fast if !only_f32 => Dtype::F16,
+            HalfPrecision::Fast | HalfPrecision::Slow => Dtype::F32,
+        };
+        Ok(Self {
+            stream,
+            dtype,
+            budget,
+            rope: None,
+            positions: None,
+            appended: Vec::new(),
+        })
+    }
+
+    /// Returns the type of activations and caches.
+    #[must_use]
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    fn record<T>(&self, ops: impl FnOnce() -> Result<T, MlxError>) -> Recorded<D, T> {
+        self.stream.record(ops).map_err(failed::<D>)
+    }
+
+    /// Makes or finds the array of positions.
+    fn positions(&mut self, positions: &[usize]) -> Result<Tensor, EngineError> {
+        if let Some((known, tensor)) = &self.positions
+            && known == positions
+        {
+            return Ok(tensor.clone());
+        }
+        let tensor = self
+            .record(|| Tensor::of_positions(positions))?
+            .into_value();
+        self.positions = Some((positions.to_vec(), tensor.clone()));
+        Ok(tensor)
+    }
+
+    /// Makes the rotation when the head's size is known.
+    fn rope_of(&mut self, shape: AttentionShape) -> Result<&Rope, EngineError> {
+        let dtype = self.dtype;
+        let Some((spec, made)) = &mut self.rope else {
+            return Err(EngineError::InvalidPlan(
+                "the rotary embedding was not prepared".to_owned(),
+            ));
+        };
+        if made.is_none() {
+            let stream = &self.stream;
+            let rope = stream.record(|| rope_of(spec, shape, dtype));
+            *made = Some(rope.map_err(failed::<D>)?.into_value());
+        }
+        made.as_ref()
+            .ok_or_else(|| EngineError::InvalidPlan("no rotary embedding".to_owned()))
+    }
+
+    fn read(&self, tensor: &Tensor) -> Result<Vec<f32>, EngineError> {
+        let values = self.record(|| tensor.cast(Dtype::F32)?.to_f32())?;
+        Ok(values.into_value())
+    }
+
+    fn read_rows(&self, logits: &Tensor) -> Result<LogitRows, EngineError> {
+        Ok(LogitRows::new(logits.axis(1), self.read(logits)?))
+    }
+}
+
+fn failed<D: MlxDevice>(error: MlxError) -> EngineError {
+    EngineError::Device {
+        backend: D::LABEL.name(),
+        reason: error.to_string(),
+    }
+}
+
+fn rope_of(spec: &RopeSpec, shape: AttentionShape, dtype: Dtype) -> Result<Rope, MlxError> {
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "rounded to f32 on purpose, as the device computes angles"
+    )]
+    let periods: Vec<f32> = spec
+        .inverse_frequencies
+        .iter()
+        .map(|frequency| frequency.recip() as f32)
+        .collect();
+    let dimensions = 2 * periods.len();
+    let pairing = match spec.pairing {
+        RopePairing::HalfSplit => Pairing::HalfSplit,
+        RopePairing::Interleaved => Pairing::Interleaved,
+    };
+    let factors = if spec.attention_factor == 1.0 {
+        None
+    } else {
+        let factors: Vec<f32> = (0..shape.head_dim)
+            .map(|element| {
+                if element < dimensions {
+                    spec.attention_factor
+                } else {
+                    1.0
+                }
+            })
+            .collect();
+        Some(Tensor::of_f32(&factors, &[shape.head_dim])?.cast(dtype)?)
+    };
+    Ok(Rope {
+        rotary: Rotary {
+            pairing,
+            dimensions,
+            periods: Tensor::of_f32(&periods, &[periods.len()])?,
+        },
+        factors,
+    })
+}
+
+/// `[T, heads * K]` rotated by the positions `[T]`, after an optional norm of every head.
+fn rotated(
+    input: &Tensor,
+    norm: Option<&Norm<Tensor>>,
+    rope: &Rope,
+    positions: &Tensor,
+    head_dim: usize,
+) -> Result<Tensor, MlxError> {
+    let (tokens, width) = (input.axis(0), input.axis(1));
+    let mut heads = input.reshape(&[tokens, width / head_dim, 1, head_dim])?;
+    if let Some(norm) = norm {
+        heads = heads.rms_norm(&norm.weight, norm.epsilon)?;
+    }
+    if rope.rotary.dimensions > 0 {
+        heads = heads.rope(&rope.rotary, positions)?;
+    }
+    if let Some(factors) = &rope.factors {
+        heads = heads.mul(factors)?;
+    }
+    heads.reshape(&[tokens, width])
+}
+
+fn projected(input: &Tensor, linear: &Linear<Weight, Tensor>) -> Result<Tensor, MlxError> {
+    let product = linear.weight.multiply(input)?;
+    match &linear.bias {
+        Some(bias) => product.add(bias),
+        None => Ok(product),
+    }
+}
+
+/// `[L, heads * K]` as `[1, heads, L, K]`.
+fn by_head(input: &Tensor, head_dim: usize) -> Result<Tensor, MlxError> {
+    let (tokens, width) = (input.axis(0), input.axis(1));
+    input
+        .reshape(&[1, tokens, width / head_dim, head_dim])?
+        .swap_axes(1, 2)
+}
+
+/// Appends one row's tokens and attends to its cache: `[L, H * K]`.
+fn attend_row(
+    qkv: &Qkv<Tensor>,
+    span: &mut RowSpan<'_, MlxCache>,
+    layer: usize,
+    shape: AttentionShape,
+) -> Result<Tensor, MlxError> {
+    let part = |whole: &Tensor| {
+        if span.tokens == (0..whole.axis(0)) {
+            Ok(whole.clone())
+        } else {
+            whole.slice(0, span.tokens.clone())
+        }
+    };
+    let queries = by_head(&part(&qkv.queries)?, shape.head_dim)?;
+    let keys = by_head(&part(&qkv.keys)?, shape.head_dim)?;
+    let values = by_head(&part(&qkv.values)?, shape.head_dim)?;
+    let (mut keys, mut values) = span.cache.append(layer, &keys, &values)?;
+    let (tokens, seen) = (queries.axis(2), keys.axis(2));
+    let mask = match shape.sliding_window {
+        Some(window) if seen > window && tokens == 1 => {
+            keys = keys.slice(2, seen - window..seen)?;
+            values = values.slice(2, seen - window..seen)?;
+            AttentionMask::Everything
+        }
+        Some(window) if seen > window => {
+            AttentionMask::Allowed(window_mask(seen - tokens..seen, 0..seen, window)?)
+        }
+        _ if tokens == 1 => AttentionMask::Everything,
+        _ => AttentionMask::Causal,
+    };
+    #[expect(
+        clippy::cast_precision_loss,
+        reason = "a head has far fewer than 2^24 elements"
+    )]
+    let scale = (shape.head_dim as f32).sqrt().recip();
+    queries
+        .attend(&keys, &values, scale, &mask)?
+        .swap_axes(1, 2)?
+        .reshape(&[tokens, shape.n_heads * shape.head_dim])
+}
+
+impl<D: MlxDevice> Backend for MlxBackend<D> {
+    type Device = D;
+    type Matrix = Weight;
+    type Vector = Tensor;
+    type Activation = Tensor;
+    type Cache = MlxCache;
+    type Logits = Tensor;
+
+    fn prepare_matrix(&mut self, matrix: Matrix) -> Result<Weight, EngineError> {
+        let weight = self.record(|| Weight::new(&matrix, self.dtype))?;
+        Ok(weight.into_value())
+    }
+
+    fn prepare_vector(&mut self, values: &[f32]) -> Result<Tensor, EngineError> {
+        let vector = self.record(|| {
+            let vector = Tensor::of_f32(values, &[values.len()])?.cast(self.dtype)?;
+            evaluate([&vector])?;
+            Ok(vector)
+        })?;
+        Ok(vector.into_value())
+    }
+
+    fn prepare_rope(&mut self, rope: &RopeSpec, _context_length: usize) -> Result<(), EngineError> {
+        self.rope = Some((rope.clone(), None));
+        Ok(())
+    }
+
+    fn kv_geometry(&self, shape: KvShape) -> Result<KvGeometry, EngineError> {
+        let elements = shape.n_layers * shape.n_kv_heads * shape.head_dim;
+        let bytes = (elements * self.dtype.bytes()) as u64;
+        Ok(KvGeometry {
+            page_tokens: GROWTH_TOKENS,
+            key_bytes_per_token: bytes,
+            value_bytes_per_token: bytes,
+            ..KvMethod::None.geometry(shape)?
+        })
+    }
+
+    fn new_cache(
+        &mut self,
+        n_layers: usize,
+        shape: AttentionShape,
+        capacity_tokens: usize,
+    ) -> Result<MlxCache, EngineError> {
+        Ok(MlxCache::new(
+            n_layers,
+            shape,
+            self.dtype,
+            capacity_tokens,
+            &self.budget,
+        ))
+    }
+
+    fn reserve(&mut self, cache: &mut MlxCache, tokens: usize) -> Result<(), EngineError> {
+        cache.reserve(tokens)
+    }
+
+    fn cache_bytes(&self, cache: &MlxCache) -> CacheBytes {
+        cache.bytes()
+    }
+
+    fn embed(&mut self, table: &Weight, token_ids: &[u32]) -> Recorded<D, Tensor> {
+        self.record(|| {
+            let ids = Tensor::of_u32(token_ids, &[token_ids.len()])?;
+            table.take(&ids)?.cast(self.dtype)
+        })
+    }
+
+    fn norm_project(
+        &mut self,
+        hidden: &Tensor,
+        norm: &Norm<Tensor>,
+        projections: [&Linear<Weight, Tensor>; 3],
+    ) -> Recorded<D, Qkv<Tensor>> {
+        self.record(|| {
+            let input = hidden.rms_norm(&norm.weight, norm.epsilon)?;
+            let [q_proj, k_proj, v_proj] = projections;
+            Ok(Qkv {
+                queries: projected(&input, q_proj)?,
+                keys: projected(&input, k_proj)?,
+                values: projected(&input, v_proj)?,
+            })
+        })
+    }
+
+    fn rope(
+        &mut self,
+        qkv: Qkv<Tensor>,
+        norms: Option<&QkNorm<Tensor>>,
+        positions: &[usize],
+        shape: AttentionShape,
+    ) -> Recorded<D, Qkv<Tensor>> {
+        let at = self.positions(positions)?;
+        self.rope_of(shape)?;
+        let Some((_, Some(rope))) = &self.rope else {
+            return Err(EngineError::InvalidPlan("no rotary embedding".to_owned()));
+        };
+        self.record(|| {
+            let (q_norm, k_norm) = norms.map(|norms| (&norms.q_norm, &norms.k_norm)).unzip();
+            Ok(Qkv {
+                queries: rotated(&qkv.queries, q_norm, rope, &at, shape.head_dim)?,
+                keys: rotated(&qkv.keys, k_norm, rope, &at, shape.head_dim)?,
+                values: qkv.values,
+            })
+        })
+    }
+
+    fn append_attend(
+        &mut self,
+        qkv: &Qkv<Tensor>,
+        spans: &mut [RowSpan<'_, MlxCache>],
+        layer: usize,
+        shape: AttentionShape,
+        statistics: StatsRequest,
+    ) -> Recorded<D, Attended<Tensor>> {
+        if statistics != StatsRequest::None {
+            return Err(EngineError::BackendUnavailable {
+                backend: D::LABEL.name(),
+                reason: "it gives no statistics of attention".to_owned(),
+            });
+        }
+        let width = shape.n_heads * shape.head_dim;
+        let attended = self.record(|| {
+            let mut parts = Vec::with_capacity(spans.len());
+            for span in spans.iter_mut() {
+                parts.push(if span.failure.is_some() {
+                    Tensor::zeros(self.dtype, &[span.tokens.len(), width])?
+                } else {
+                    attend_row(qkv, span, layer, shape)?
+                });
+            }
+            let output = match parts.as_slice() {
+                [only] => only.clone(),
+                parts => Tensor::concatenate(parts, 0)?,
+            };
+            Ok(Attended {
+                output,
+                statistics: vec![Vec::new(); parts.len()],
+            })
+        })?;
+        let stored = spans.iter().flat_map(|span| span.cache.stored(layer));
+        self.appended.extend(stored.cloned());
+        Ok(attended)
+    }
+
+    fn output_project(
+        &mut self,
+        residual: Tensor,
+        attended: &Tensor,
+        o_proj: &Linear<Weight, Tensor>,
+    ) -> Recorded<D, Tensor> {
+        self.record(|| residual.add(&projected(attended, o_proj)?))
+    }
+
+    fn gated_mlp(
+        &mut self,
+        residual: Tensor,
+        mlp: &GatedMlp<Weight, Tensor>,
+    ) -> Recorded<D, Tensor> {
+        self.record(|| {
+            let input = residual.rms_norm(&mlp.norm.weight, mlp.norm.epsilon)?;
+            let gate = projected(&input, &mlp.gate_proj)?.silu()?;
+            let gated = gate.mul(&projected(&input, &mlp.up_proj)?)?;
+            residual.add(&projected(&gated, &mlp.down_proj)?)
+        })
+    }
+
+    fn head(
+        &mut self,
+        hidden: &Tensor,
+        rows: &[usize],
+        norm: &Norm<Tensor>,
+        head: &Weight,
+    ) -> Recorded<D, Tensor> {
+        self.record(|| {
+            let wanted = if rows.iter().copied().eq(0..hidden.axis(0)) {
+                hidden.clone()
+            } else {
+                hidden.take(&Tensor::of_positions(rows)?)?
+            };
+            let input = wanted.rms_norm(&norm.weight, norm.epsilon)?;
+            head.multiply(&input)?.cast(Dtype::F32)
+        })
+    }
+
+    fn sample(
+        &mut self,
+        logits: &Ran<D, Tensor>,
+        requests: &mut [SampleRequest<'_>],
+    ) -> Recorded<D, RowSamples> {
+        let rows = self.read_rows(logits.value())?;
+        Ok(logits.as_ref().map(|_| rows.sample(requests)))
+    }
+
+    fn score(
+        &mut self,
+        logits: &Tensor,
+        requests: &[ScoreRequest],
+    ) -> Result<Vec<ScoreResult>, EngineError> {
+        self.read_rows(logits)?.score(requests)
+    }
+
+    fn read_activation(&mut self, activation: &Tensor) -> Result<Vec<f32>, EngineError> {
+        self.read(activation)
+    }
+
+    fn read_logits(&mut self, logits: &Tensor) -> Result<Vec<f32>, EngineError> {
+        self.read(logits)
+    }
+
+    fn end_layer(&mut self, hidden: &Tensor, progress: &dyn Progress) -> Result<(), EngineError> {
+        if hidden.axis(0) >= EVALUATE_BY_LAYER_TOKENS {
+            let appended = std::mem::take(&mut self.appended);
+            self.record(|| evaluate(appended.iter().chain([hidden])))?
+                .into_value();
+            progress.layer_done();
+        }
+        Ok(())
+    }
+
+    fn synchronize(&mut self, progress: &dyn Progress) -> Result<(), EngineError> {
+        let appended = std::mem::take(&mut self.appended);
+        self.record(|| evaluate(&appended))?.into_value();
+        progress.layer_done();
+        Ok(())
+    }
+}

@@ -1,0 +1,481 @@
+//! Arrays of MLX and the ops that the engine records.
+
+use mlx_rs::fast::ScaledDotProductAttentionMask;
+use mlx_rs::{Array, Stream, fast, ops};
+use mlx_sys::mlx_array;
+
+use super::error::{MlxError, last_failure};
+
+/// Element types that the engine uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dtype {
+    /// IEEE 754 binary32.
+    F32,
+    /// IEEE 754 binary16.
+    F16,
+    /// Upper half of binary32.
+    Bf16,
+    /// Packed weights, token ids.
+    U32,
+}
+
+impl Dtype {
+    /// Returns the bytes of an element.
+    #[must_use]
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::F32 | Self::U32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
+
+    fn of_mlx(self) -> mlx_rs::Dtype {
+        match self {
+            Self::F32 => mlx_rs::Dtype::Float32,
+            Self::F16 => mlx_rs::Dtype::Float16,
+            Self::Bf16 => mlx_rs::Dtype::Bfloat16,
+            Self::U32 => mlx_rs::Dtype::Uint32,
+        }
+    }
+}
+
+/// An array that may not be computed yet. Cloning shares it.
+#[derive(Debug, Clone)]
+pub struct Tensor(Array);
+
+/// A quantised matrix `[out, in]`: `scale * q + bias` per group of a row.
+#[derive(Debug, Clone)]
+pub struct Affine {
+    /// `[out, in * bits / 32]`, u32.
+    pub packed: Tensor,
+    /// `[out, in / group]`.
+    pub scales: Tensor,
+    /// `[out, in / group]`.
+    pub biases: Tensor,
+    /// Elements that share a scale.
+    pub group: usize,
+    /// Bits of an element.
+    pub bits: usize,
+}
+
+/// Which elements of a head form a rotated pair.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pairing {
+    /// Element `i` with `i + K/2`.
+    HalfSplit,
+    /// Element `2i` with `2i + 1`.
+    Interleaved,
+}
+
+/// A rotary embedding.
+#[derive(Debug)]
+pub struct Rotary {
+    /// How elements pair up.
+    pub pairing: Pairing,
+    /// Rotated elements of a head, even.
+    pub dimensions: usize,
+    /// f32, one per pair: the angle is position / period.
+    pub periods: Tensor,
+}
+
+/// Which keys a query sees.
+#[derive(Debug)]
+pub enum AttentionMask {
+    /// All.
+    Everything,
+    /// Those up to its own position, counted from the end of the keys.
+    Causal,
+    /// Those where `[L, S]` is true.
+    Allowed(Tensor),
+}
+
+/// A box within an array: where it starts and ends in every axis.
+struct Corners {
+    start: Vec<i32>,
+    stop: Vec<i32>,
+    strides: Vec<i32>,
+}
+
+/// Checks sizes for MLX, which counts in i32.
+fn sizes(shape: &[usize]) -> Result<Vec<i32>, MlxError> {
+    shape.iter().map(|&size| int(size)).collect()
+}
+
+fn int(value: usize) -> Result<i32, MlxError> {
+    i32::try_from(value).map_err(|_too_large| MlxError::TooLarge {
+        what: "an axis",
+        value,
+    })
+}
+
+/// Runs a call of the C interface that writes an array.
+fn recorded(call: impl FnOnce(*mut mlx_array) -> i32) -> Result<Tensor, MlxError> {
+    // SAFETY: makes an empty handle, which the call fills and the array below owns.
+    let mut handle = unsafe { mlx_sys::mlx_array_new() };
+    let status = call(&raw mut handle);
+    // SAFETY: the handle was made above and has no other owner; an empty one may be owned, too.
+    let array = unsafe { Array::from_ptr(handle) };
+    if status == 0 {
+        Ok(Tensor(array))
+    } else {
+        Err(last_failure("an op was refused"))
+    }
+}
+
+impl Tensor {
+    /// Copies values; the shape must have as many.
+    ///
+    /// # Errors
+    /// [`MlxError::TooLarge`].
+    pub fn of_f32(values: &[f32], shape: &[usize]) -> Result<Self, MlxError> {
+        Self::of_bytes(Dtype::F32, bytemuck::cast_slice(values), shape)
+    }
+
+    /// Copies values; the shape must have as many.
+    ///
+    /// # Errors
+    /// [`MlxError::TooLarge`].
+    pub fn of_u32(values: &[u32], shape: &[usize]) -> Result<Self, MlxError> {
+        Self::of_bytes(Dtype::U32, bytemuck::cast_slice(values), shape)
+    }
+
+    /// Copies positions or indices, as i32.
+    ///
+    /// # Errors
+    /// [`MlxError::TooLarge`].
+    pub fn of_positions(positions: &[usize]) -> Result<Self, MlxError> {
+        let positions = sizes(positions)?;
+        Ok(Self(Array::from_slice(
+            &positions,
+            &[int(positions.len())?],
+        )))
+    }
+
+    /// Copies little-endian elements.
+    ///
+    /// # Errors
+    /// [`MlxError::TooLarge`], or [`MlxError::Operation`] if the shape needs another number of bytes.
+    pub fn of_bytes(dtype: Dtype, bytes: &[u8], shape: &[usize]) -> Result<Self, MlxError> {
+        let axes = sizes(shape)?;
+        let expected = shape
+            .iter()
+            .try_fold(dtype.bytes(), |product, &size| product.checked_mul(size));
+        if expected != Some(bytes.len()) {
+            return Err(MlxError::Operation(format!(
+                "{} bytes do not fill the shape {shape:?} of {dtype:?}",
+                bytes.len()
+            )));
+        }
+        // SAFETY: the bytes are as many as the shape needs, checked above; MLX copies them during the call and reads
+        // them by memcpy, so their alignment does not matter.
+        let array = unsafe { Array::from_raw_data(bytes.as_ptr().cast(), &axes, dtype.of_mlx()) };
+        Ok(Self(array))
+    }
+
+    /// Makes zeros.
+    ///
+    /// # Errors
+    /// As MLX says.
+    pub fn zeros(dtype: Dtype, shape: &[usize]) -> Result<Self, MlxError> {
+        Ok(Self(ops::zeros_dtype(&sizes(shape)?, dtype.of_mlx())?))
+    }
+
+    /// Returns the size of an axis; 0 if there is none.
+    #[must_use]
+    pub fn axis(&self, axis: usize) -> usize {
+        let size = self.0.shape().get(axis).copied().unwrap_or(0);
+        usize::try_from(size).unwrap_or(0)
+    }
+
+    /// Returns the bytes of all elements.
+    #[must_use]
+    pub fn byte_len(&self) -> usize {
+        self.0.nbytes()
+    }
+
+    /// Converts elements.
+    ///
+    /// # Errors
+    /// As MLX says.
+    pub fn cast(&self, dtype: Dtype) -> Result<Self, MlxError> {
+        if self.0.dtype() == dtype.of_mlx() {
+            return Ok(self.clone());
+        }
+        Ok(Self(self.0.as_dtype(dtype.of_mlx())?))
+    }
+
+    /// Evaluates and copies out; elements must be f32.
+    ///
+    /// # Errors
+    /// As MLX says.
+    pub fn to_f32(&self) -> Result<Vec<f32>, MlxError> {
+        if self.0.size() == 0 {
+            return Ok(Vec::new());
+        }
+        let contiguous = self.0.contiguous()?;
+        contiguous.eval()?;
+        contiguous
+            .try_as_slice::<f32>()
+            .map(<[f32]>::to_vec)
+            .map_err(|error| MlxError::Operation(error.to_string()))
+    }
+
+    /// Elementwise sum with broadcasting.
+    ///
+    /// # Errors
+    /// As MLX says.
+    pub fn add(&self, other: &Self) -> Result<Self, MlxError> {
+        Ok(Self(ops::add(&self.0, &other.0)?))
+    }
+
+    /// Elementwise product with broadcasting.
+    ///
+    /// # Errors
+    /// As MLX says.
+    pub fn mul(&self, other: &Self) -> Result<Self, MlxError> {
+        Ok(Self(ops::multiply(&self.0, &other.0)?))
+    }
+
+    /// `x * sigmoid(x)`.
+    ///
+    /// # Errors
+    /// As MLX says.
+    pub fn silu(&self) -> Result<Self, MlxError> {
+        Ok(Self(ops::multiply(&self.0, ops::sigmoid(&self.0)?)?))
+    }
+
+    /// Another shape of as many elements.
+    ///
+    /// # Errors
+    /// As MLX says.
+    pub fn reshape(&self, shape: &[usize]) -> Result<Self, MlxError> {
+        Ok(Self(self.0.reshape(&sizes(shape)?)?))
+    }
+
+    /// Swaps two axes.
+    ///
+    /// # Errors
+    /// As MLX says.
+    pub fn swap_axes(&self, one: usize, other: usize) -> Result<Self, MlxError> {
+        Ok(Self(self.0.swap_axes(int(one)?, int(other)?)?))
+    }
+
+    /// Joins along an axis.
+    ///
+    /// # Errors
+    /// As MLX says.
+    pub fn concatenate(parts: &[Self], axis: usize) -> Result<Self, MlxError> {
+        let parts: Vec<&Array> = parts.iter().map(|part| &part.0).collect();
+        Ok(Self(ops::concatenate(&parts, int(axis)?)?))
+    }
+
+    /// Takes entries of the first axis by u32 indices.
+    ///
+    /// # Errors
+    /// As MLX says.
+    pub fn take(&self, indices: &Self) -> Result<Self, MlxError> {
+        Ok(Self(self.0.take_axis(&indices.0, 0)?))
+    }
+
+    /// A part of one axis.
+    ///
+    /// # Errors
+    /// As MLX says.
+    pub fn slice(&self, axis: usize, range: std::ops::Range<usize>) -> Result<Self, MlxError> {
+        let Corners {
+            start,
+            stop,
+            strides,
+        } = self.corners(axis, &range)?;
+        let stream = Stream::thread_local_or_default();
+        recorded(|result| {
+            // SAFETY: all handles are live for the call, and each list has as many entries as it says.
+            unsafe {
+                mlx_sys::mlx_slice(
+                    result,
+                    self.0.as_ptr(),
+                    start.as_ptr(),
+                    start.len(),
+                    stop.as_ptr(),
+                    stop.len(),
+                    strides.as_ptr(),
+                    strides.len(),
+                    stream.as_ptr(),
+                )
+            }
+        })
+    }
+
+    /// This array with a part of one axis replaced. Taking `self` lets MLX write in place.
+    ///
+    /// # Errors
+    /// As MLX says.
+    pub fn with_slice(self, axis: usize, start: usize, update: &Self) -> Result<Self, MlxError> {
+        let range = start..start + update.axis(axis);
+        let Corners {
+            start,
+            stop,
+            strides,
+        } = self.corners(axis, &range)?;
+        let stream = Stream::thread_local_or_default();
+        recorded(|result| {
+            // SAFETY: all handles are live for the call, and each list has as many entries as it says.
+            unsafe {
+                mlx_sys::mlx_slice_update(
+                    result,
+                    self.0.as_ptr(),
+                    update.0.as_ptr(),
+                    start.as_ptr(),
+                    start.len(),
+                    stop.as_ptr(),
+                    stop.len(),
+                    strides.as_ptr(),
+                    strides.len(),
+                    stream.as_ptr(),
+                )
+            }
+        })
+    }
+
+    /// First and last corner and the strides of a box that is whole in every axis but one.
+    fn corners(&self, axis: usize, range: &std::ops::Range<usize>) -> Result<Corners, MlxError> {
+        let shape = self.0.shape();
+        let mut start = vec![0; shape.len()];
+        let mut stop = shape.to_vec();
+        match (start.get_mut(axis), stop.get_mut(axis)) {
+            (Some(start), Some(stop)) if range.start <= range.end && int(range.end)? <= *stop => {
+                (*start, *stop) = (int(range.start)?, int(range.end)?);
+            }
+            _ => {
+                return Err(MlxError::Operation(format!(
+                    "axis {axis} of {shape:?} has no part {range:?}"
+                )));
+            }
+        }
+        Ok(Corners {
+            strides: vec![1; start.len()],
+            start,
+            stop,
+        })
+    }
+
+    /// RMS norm over the last axis.
+    ///
+    /// # Errors
+    /// As MLX says.
+    pub fn rms_norm(&self, weight: &Self, epsilon: f32) -> Result<Self, MlxError> {
+        Ok(Self(fast::rms_norm(&self.0, Some(&weight.0), epsilon)?))
+    }
+
+    /// Product with a transposed matrix `[out, in]`.
+    ///
+    /// # Errors
+    /// As MLX says.
+    pub fn times_transposed(&self, matrix: &Self) -> Result<Self, MlxError> {
+        Ok(Self(ops::matmul(&self.0, matrix.0.swap_axes(0, 1)?)?))
+    }
+
+    /// Product with a transposed quantised matrix.
+    ///
+    /// # Errors
+    /// As MLX says.
+    pub fn times_affine(&self, matrix: &Affine) -> Result<Self, MlxError> {
+        Ok(Self(ops::quantized_matmul(
+            &self.0,
+            &matrix.packed.0,
+            &matrix.scales.0,
+            &matrix.biases.0,
+            true,
+            int(matrix.group)?,
+            int(matrix.bits)?,
+        )?))
+    }
+
+    /// Rotates pairs of the last axis of `[T, heads, 1, K]`, each token by its own position.
+    ///
+    /// # Errors
+    /// As MLX says.
+    pub fn rope(&self, rotary: &Rotary, positions: &Self) -> Result<Self, MlxError> {
+        Ok(Self(fast::rope_dynamic(
+            &self.0,
+            int(rotary.dimensions)?,
+            rotary.pairing == Pairing::Interleaved,
+            None,
+            1.0,
+            &positions.0,
+            &rotary.periods.0,
+        )?))
+    }
+
+    /// Attention of queries `[1, H, L, K]` over keys and values `[1, G, S, K]`.
+    ///
+    /// # Errors
+    /// As MLX says.
+    pub fn attend(
+        &self,
+        keys: &Self,
+        values: &Self,
+        scale: f32,
+        mask: &AttentionMask,
+    ) -> Result<Self, MlxError> {
+        let mask = match mask {
+            AttentionMask::Everything => None,
+            AttentionMask::Causal => Some(ScaledDotProductAttentionMask::Causal),
+            AttentionMask::Allowed(allowed) => {
+                Some(ScaledDotProductAttentionMask::Array(&allowed.0))
+            }
+        };
+        Ok(Self(fast::scaled_dot_product_attention(
+            &self.0, &keys.0, &values.0, scale, mask, None,
+        )?))
+    }
+}
+
+/// Which of `keys` positions from `first_key` on each of `queries` positions from `first_query` on sees: those up to
+/// its own and above its own less `window`. `[queries, keys]`, bool.
+///
+/// # Errors
+/// As MLX says.
+pub fn window_mask(
+    queries: std::ops::Range<usize>,
+    keys: std::ops::Range<usize>,
+    window: usize,
+) -> Result<Tensor, MlxError> {
+    let positions = |range: &std::ops::Range<usize>| -> Result<Vec<i32>, MlxError> {
+        range.clone().map(int).collect()
+    };
+    let queries_at = positions(&queries)?;
+    let keys_at = positions(&keys)?;
+    let rows = Array::from_slice(&queries_at, &[int(queries_at.len())?, 1]);
+    let columns = Array::from_slice(&keys_at, &[1, int(keys_at.len())?]);
+    let window = Array::from_int(int(window)?);
+    let seen = ops::le(&columns, &rows)?;
+    let near = ops::gt(&columns, ops::subtract(&rows, window)?)?;
+    Ok(Tensor(ops::logical_and(seen, near)?))
+}
+
+/// Computes what was recorded, and waits for it.
+///
+/// # Errors
+/// The first op that failed.
+pub fn evaluate<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) -> Result<(), MlxError> {
+    Ok(mlx_rs::transforms::eval(
+        tensors.into_iter().map(|tensor| &tensor.0),
+    )?)
+}
+
+impl Affine {
+    /// Rows of the matrix as numbers, taken by u32 indices.
+    ///
+    /// # Errors
+    /// As MLX says.
+    pub fn take(&self, indices: &Tensor) -> Result<Tensor, MlxError> {
+        Ok(Tensor(ops::dequantize(
+            &self.packed.take(indices)?.0,
+            &self.scales.take(indices)?.0,
+            &self.biases.take(indices)?.0,
+            int(self.group)?,
+            int(self.bits)?,
+        )?))
+    }
+}

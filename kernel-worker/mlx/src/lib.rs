@@ -1,0 +1,18 @@
+//! MLX behind the engine's `trait Backend`, and the worker executable that is linked with it.
+//!
+//! * [`transcode`]: GGUF blocks in MLX's affine layout; needs no MLX.
+#![cfg_attr(
+    feature = "mlx",
+    doc = "* [`ffi`]: the calls of MLX; [`backend`]: the stages over them, with [`weights`] and [`cache`]."
+)]
+
+pub mod transcode;
+
+#[cfg(feature = "mlx")]
+pub mod backend;
+#[cfg(feature = "mlx")]
+pub mod cache;
+#[cfg(feature = "mlx")]
+pub mod ffi;
+#[cfg(feature = "mlx")]
+pub mod weights;

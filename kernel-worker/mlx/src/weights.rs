@@ -1,0 +1,73 @@
+//! Matrices of a model on the device.
+
+use velox_kernels::block::BlockType;
+use velox_kernels::matrix::Matrix;
+
+use crate::ffi::{Affine, Dtype, MlxError, Tensor, evaluate};
+use crate::transcode::{self, GROUP};
+
+/// A matrix `[out, in]` as MLX multiplies it.
+#[derive(Debug)]
+pub enum Weight {
+    /// Numbers.
+    Dense(Tensor),
+    /// Groups of integers.
+    Affine(Affine),
+}
+
+impl Weight {
+    /// Copies a matrix to the device. Scales and numbers become `dtype`.
+    ///
+    /// # Errors
+    /// As MLX says.
+    pub fn new(matrix: &Matrix, dtype: Dtype) -> Result<Self, MlxError> {
+        let (rows, columns) = (matrix.rows(), matrix.columns());
+        let affine =
+            transcode::affine(matrix).map_err(|error| MlxError::Operation(error.to_string()))?;
+        let Some(affine) = affine else {
+            let stored = match matrix.block_type() {
+                BlockType::F16 => Dtype::F16,
+                BlockType::Bf16 => Dtype::Bf16,
+                _ => Dtype::F32,
+            };
+            let numbers =
+                Tensor::of_bytes(stored, matrix.bytes(), &[rows, columns])?.cast(dtype)?;
+            evaluate([&numbers])?;
+            return Ok(Self::Dense(numbers));
+        };
+        let groups = [rows, columns / GROUP];
+        let packed = Tensor::of_u32(&affine.packed, &[rows, columns * affine.bits / 32])?;
+        let scales = Tensor::of_f32(&affine.scales, &groups)?.cast(dtype)?;
+        let biases = Tensor::of_f32(&affine.biases, &groups)?.cast(dtype)?;
+        evaluate([&packed, &scales, &biases])?;
+        Ok(Self::Affine(Affine {
+            packed,
+            scales,
+            biases,
+            group: GROUP,
+            bits: affine.bits,
+        }))
+    }
+
+    /// `[T, in]` to `[T, out]`.
+    ///
+    /// # Errors
+    /// As MLX says.
+    pub fn multiply(&self, input: &Tensor) -> Result<Tensor, MlxError> {
+        match self {
+            Self::Dense(numbers) => input.times_transposed(numbers),
+            Self::Affine(affine) => input.times_affine(affine),
+        }
+    }
+
+    /// Rows by their u32 indices, `[T, in]`.
+    ///
+    /// # Errors
+    /// As MLX says.
+    pub fn take(&self, rows: &Tensor) -> Result<Tensor, MlxError> {
+        match self {
+            Self::Dense(numbers) => numbers.take(rows),
+            Self::Affine(affine) => affine.take(rows),
+        }
+    }
+}
