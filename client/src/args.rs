@@ -9,6 +9,9 @@ use velox_client::endpoint::Endpoint;
 /// Longest time limit: a year. The header that carries it has no room for just any number.
 const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 
+/// Bits of a quantised weight unless told otherwise.
+const DEFAULT_BITS: u32 = 4;
+
 /// Talks to a Velox gateway.
 #[derive(Debug, Parser)]
 #[command(name = "velox-client", version, propagate_version = true)]
@@ -55,9 +58,46 @@ pub(crate) struct Target {
     #[arg(long, global = true, value_name = "METHOD")]
     pub(crate) kv: Option<String>,
 
+    #[command(flatten)]
+    pub(crate) load: LoadShape,
+
     /// Give up a call, or the start of a gateway, after this many seconds
     #[arg(long, global = true, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true)]
     pub(crate) timeout: Option<Duration>,
+}
+
+/// What is made of a model's file when it is loaded.
+#[derive(Debug, Clone, Default, Args)]
+pub(crate) struct LoadShape {
+    /// Quantise float weights when a model is loaded (by --local, up or models load); quantised ones stay as they are
+    #[arg(long, global = true)]
+    pub(crate) quantize: bool,
+
+    /// Bits of a quantised weight: 4, 5 or 8 [default: 4]
+    #[arg(long, global = true, value_name = "BITS", requires = "quantize")]
+    pub(crate) bits: Option<u32>,
+
+    /// Most tokens of prompt and answer together, for a model that is loaded; 0 or less: its own limit, never exceeded
+    #[arg(
+        long,
+        global = true,
+        value_name = "TOKENS",
+        allow_negative_numbers = true
+    )]
+    pub(crate) max_context: Option<i64>,
+}
+
+impl LoadShape {
+    /// Returns the bits to quantise to.
+    pub(crate) fn quantize_bits(&self) -> Option<u32> {
+        self.quantize.then(|| self.bits.unwrap_or(DEFAULT_BITS))
+    }
+
+    /// Returns the limit of the context; what is 0 or less is none.
+    pub(crate) fn max_context_tokens(&self) -> Option<u32> {
+        let tokens = u32::try_from(self.max_context?).ok()?;
+        (tokens > 0).then_some(tokens)
+    }
 }
 
 impl Target {

@@ -40,6 +40,10 @@ pub struct GatewayOptions {
     pub backend: Option<String>,
     /// KV method.
     pub kv: Option<String>,
+    /// Bits that float weights are quantised to.
+    pub quantize_bits: Option<u32>,
+    /// Most tokens of prompt and answer; `None` = the model's own limit.
+    pub max_context_tokens: Option<u32>,
     /// Where it shall listen; `None` = its defaults.
     pub endpoint: Option<Endpoint>,
     /// File for its log, emptied first; `None` = our standard error.
@@ -141,6 +145,11 @@ fn arguments(command: &mut Command, options: &GatewayOptions, lifetime: Lifetime
     option("--threads", options.threads.map(|count| count.to_string()));
     option("--backend", options.backend.clone());
     option("--kv", options.kv.clone());
+    option("--bits", options.quantize_bits.map(|bits| bits.to_string()));
+    option(
+        "--max-context",
+        options.max_context_tokens.map(|tokens| tokens.to_string()),
+    );
     match &options.endpoint {
         None => {}
         Some(Endpoint::Unix(path)) => {
@@ -151,6 +160,9 @@ fn arguments(command: &mut Command, options: &GatewayOptions, lifetime: Lifetime
             option("--socket", Some("none".to_owned()));
             option("--listen", Some(address.clone()));
         }
+    }
+    if options.quantize_bits.is_some() {
+        command.arg("--quantize");
     }
     use std::os::unix::process::CommandExt as _;
     // An own process group: the terminal's interrupt is for us, who may only want to end one answer.

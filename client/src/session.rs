@@ -139,6 +139,8 @@ fn refuse_start_options(target: &Target) -> anyhow::Result<()> {
         ("--workers", target.workers.is_some()),
         ("--threads", target.threads.is_some()),
         ("--kv", target.kv.is_some()),
+        ("--quantize", target.load.quantize),
+        ("--max-context", target.load.max_context.is_some()),
     ] {
         anyhow::ensure!(
             !given,
@@ -186,6 +188,8 @@ pub(crate) fn gateway_options(target: &Target) -> GatewayOptions {
                 .map_or_else(String::new, |value| value.get_name().to_owned())
         }),
         kv: target.kv.clone(),
+        quantize_bits: target.load.quantize_bits(),
+        max_context_tokens: target.load.max_context_tokens(),
         endpoint: target.endpoint.clone(),
         log_file: None,
         start_limit: target.timeout,

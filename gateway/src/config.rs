@@ -9,7 +9,7 @@ use velox_proto::v1::Backend;
 
 use crate::error::GatewayError;
 use crate::listen::default_socket;
-use crate::pool::{MAX_RESIDENT_MODELS, ModelSource, PoolConfig};
+use crate::pool::{LoadShape, MAX_RESIDENT_MODELS, ModelSource, PoolConfig};
 use crate::scheduler::SchedulerConfig;
 
 /// Name of the worker's executable, beside ours.
@@ -47,6 +47,16 @@ pub struct Arguments {
     /// KV method of the models [default: 16 bit]
     #[arg(long, value_name = "METHOD")]
     pub kv: Option<String>,
+    /// Quantise float weights of the models when they are loaded; quantised ones stay as they are
+    #[arg(long)]
+    pub quantize: bool,
+    /// Bits of a quantised weight: 4, 5 or 8
+    #[arg(long, value_name = "BITS", default_value_t = 4, requires = "quantize")]
+    pub bits: u32,
+    /// Most tokens of prompt and answer together; 0 or less = as many as the model was trained for, which is the
+    /// default and never exceeded
+    #[arg(long, value_name = "TOKENS", allow_negative_numbers = true)]
+    pub max_context: Option<i64>,
     /// Unix socket to listen on, or "none" [default: in the user's runtime folder]
     #[arg(long, value_name = "PATH")]
     pub socket: Option<PathBuf>,
@@ -134,7 +144,15 @@ impl TryFrom<&Arguments> for Config {
         });
         // An empty VELOX_MODEL is none.
         for model in arguments.models.iter().filter(|model| !model.is_empty()) {
-            let source = resolve_model(model, "", &model_folder)?;
+            let mut source = resolve_model(model, "", &model_folder)?;
+            source.shape = LoadShape {
+                quantize_bits: arguments.quantize.then_some(arguments.bits),
+                // The flag's 0 and less mean no limit of ours.
+                max_context_tokens: arguments
+                    .max_context
+                    .and_then(|tokens| u32::try_from(tokens).ok())
+                    .filter(|&tokens| tokens > 0),
+            };
             if pool.models.iter().any(|known| known.name == source.name) {
                 return Err(config(format!("two models are named {:?}", source.name)));
             }
@@ -226,7 +244,11 @@ pub fn resolve_model(text: &str, name: &str, folder: &Path) -> Result<ModelSourc
         None => derived_name(&path)
             .ok_or_else(|| GatewayError::invalid("source", "file name is not valid UTF-8"))?,
     };
-    Ok(ModelSource { name, path })
+    Ok(ModelSource {
+        name,
+        path,
+        shape: LoadShape::default(),
+    })
 }
 
 fn derived_name(path: &Path) -> Option<String> {

@@ -29,7 +29,7 @@ mod step_channel;
 mod supervisor;
 
 pub use attest::{AttestedOp, AttestedProvenance, AttestedResult, Violation};
-pub use config::{ModelSource, PoolConfig, PoolTimeouts, RestartPolicy};
+pub use config::{LoadShape, ModelSource, PoolConfig, PoolTimeouts, RestartPolicy};
 pub use error::PoolError;
 pub use event::{LoadEvent, LossCause, PoolEvent, SlotState, WorkerKey, WorkerSnapshot};
 pub use facts::{ModelFacts, WorkerFacts};

@@ -19,6 +19,15 @@ pub struct Config {
     #[arg(long, value_name = "BYTES", default_value_t = DEFAULT_CACHE_LIMIT_BYTES)]
     pub cache_limit_bytes: u64,
 
+    /// What capabilities say of the backends of MLX; the gateway passes what it learned when it tried the other worker
+    #[arg(
+        long,
+        value_name = "TEXT",
+        default_value = "this worker was built without MLX",
+        hide = true
+    )]
+    pub why_no_mlx: String,
+
     /// Log filter, for example "info" or "velox_kernel_worker=debug"
     #[arg(long, value_name = "FILTER", env = "VELOX_LOG", default_value = "warn")]
     pub log: String,

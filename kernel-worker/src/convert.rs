@@ -1,8 +1,10 @@
 //! Step messages to engine plans and back: the only place that knows both.
 
 use std::collections::HashMap;
+use std::num::NonZeroUsize;
 
 use velox_engine::backend::{Stage, StageCounts};
+use velox_engine::files::Quantisation;
 use velox_engine::sampler::SamplingParameters;
 use velox_engine::step::{
     DecodeRow, LogitsWanted, OpenRow, PrefillChunk, PrefillGoal, RowId, RowOutcome, SampledToken,
@@ -361,4 +363,26 @@ fn alternative(alternative: velox_engine::step::Alternative) -> wire::Alternativ
         token_id: alternative.token_id,
         logprob: alternative.logprob,
     }
+}
+
+/// Checks how a model is to be loaded.
+pub(crate) fn load_shape(
+    request: &wire::LoadModelRequest,
+) -> Result<(Option<Quantisation>, Option<NonZeroUsize>), WorkerError> {
+    let quantise = request.quantize_bits.map(|bits| {
+        Quantisation::of_bits(bits).ok_or_else(|| WorkerError::Invalid {
+            field: "quantize_bits",
+            problem: format!("is {bits}, supported are 4, 5 and 8"),
+        })
+    });
+    let max_context = request.max_context_tokens.map(|tokens| {
+        usize::try_from(tokens)
+            .ok()
+            .and_then(NonZeroUsize::new)
+            .ok_or_else(|| WorkerError::Invalid {
+                field: "max_context_tokens",
+                problem: format!("is {tokens}, it must be at least 1"),
+            })
+    });
+    Ok((quantise.transpose()?, max_context.transpose()?))
 }

@@ -93,7 +93,6 @@ pub fn engine_reason(error: &EngineError) -> Reason {
         EngineError::BackendUnavailable { .. } => Reason::BackendUnavailable,
         EngineError::OutOfMemory { .. } => Reason::OutOfMemory,
         EngineError::Numeric(_) => Reason::NumericError,
-        EngineError::Cancelled => Reason::Cancelled,
         EngineError::Device { .. } | EngineError::InvalidPlan(_) | EngineError::Kernel(_) => {
             Reason::Internal
         }

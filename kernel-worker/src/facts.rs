@@ -2,7 +2,7 @@
 
 use prost::Message as _;
 use sha2::{Digest as _, Sha256};
-use velox_engine::files::{TokenizerSource, Vocabulary};
+use velox_engine::files::{TokenizerSource, Vocabulary, hexadecimal};
 use velox_engine::load::{EndToken, ModelFacts};
 use velox_proto::WORKER_PROTOCOL;
 use velox_proto::v1;
@@ -33,7 +33,7 @@ pub fn worker_facts(config: &Config, probes: &ProbeReport) -> wire::WorkerFacts 
         threads: u32::try_from(config.compute_threads().get()).unwrap_or(u32::MAX),
         backends: probes.backends.clone(),
         ops: probes.ops.clone(),
-        batch_invariant: true,
+        batch_invariant: probes.probed.is_batch_invariant(),
         memory_limit_bytes: config.cache_limit_bytes,
     }
 }
@@ -49,7 +49,9 @@ pub fn model_facts(
     let count = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
     wire::ModelFacts {
         backend: wire_backend(facts.backend).into(),
-        fallback_reason: String::new(),
+        fallback_reason: facts.fallback_reason.clone(),
+        kernel: facts.kernel.clone(),
+        device: facts.device.clone().unwrap_or_default(),
         n_layers: count(facts.spec.n_layers),
         max_rows: MAX_ROWS,
         fingerprint: facts.fingerprint.clone(),
@@ -79,6 +81,8 @@ pub fn model_facts(
                 replay: "exact".to_owned(),
             }),
             is_default: false,
+            quantized_to: facts.quantised_to.unwrap_or_default().to_owned(),
+            fallback_reason: facts.fallback_reason.clone(),
         }),
     }
 }
@@ -104,12 +108,7 @@ pub struct TokenizerBlob {
 #[must_use]
 pub fn tokenizer_blob(source: &TokenizerSource) -> TokenizerBlob {
     let bytes = bytes::Bytes::from(description(source).encode_to_vec());
-    let mut sha256 = String::with_capacity(64);
-    for byte in Sha256::digest(&bytes) {
-        use std::fmt::Write as _;
-        // Writing to a String cannot fail.
-        let _ = write!(sha256, "{byte:02x}");
-    }
+    let sha256 = hexadecimal(&Sha256::digest(&bytes));
     TokenizerBlob { bytes, sha256 }
 }
 

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
+use velox_engine::offer::Offers;
 
 use crate::command;
 use crate::config::Config;
@@ -17,11 +18,11 @@ use crate::probe;
 use crate::step_channel::StepChannel;
 use crate::tensor_thread::{Ending, TensorThread};
 
-/// Runs until the gateway is gone, SIGTERM arrived or a channel failed.
+/// Runs with the backends that this executable has, until the gateway is gone, SIGTERM arrived or a channel failed.
 ///
 /// # Errors
 /// [`WorkerError`] by what failed; the end of the gateway is no error.
-pub fn run(config: &Config) -> Result<(), WorkerError> {
+pub fn run(config: &Config, offers: Offers) -> Result<(), WorkerError> {
     start_log(config);
     let control = inherited("standard input", std::io::stdin().as_fd())?;
     let step = inherited("standard output", std::io::stdout().as_fd())?;
@@ -31,7 +32,8 @@ pub fn run(config: &Config) -> Result<(), WorkerError> {
             channel: "control",
             source,
         })?;
-    let facts = worker_facts(config, &probe::run(config.compute_threads()));
+    let probes = probe::run(config.compute_threads(), offers);
+    let facts = worker_facts(config, &probes);
 
     let (commands, receiver) = command::channel()?;
     let commands = Arc::new(commands);
@@ -44,8 +46,13 @@ pub fn run(config: &Config) -> Result<(), WorkerError> {
         .name("tensor".to_owned())
         .spawn(move || {
             // Made here: models and device streams never leave their thread.
-            let thread =
-                TensorThread::new(thread_config, StepChannel::new(step), receiver, thread_stop);
+            let thread = TensorThread::new(
+                thread_config,
+                probes.probed,
+                StepChannel::new(step),
+                receiver,
+                thread_stop,
+            );
             // If the thread panics the sender is dropped, which `ended` reports.
             let _ = ended_sender.send(thread.run());
         })

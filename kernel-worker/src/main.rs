@@ -6,12 +6,13 @@ use std::io::Write as _;
 use std::process::ExitCode;
 
 use clap::Parser as _;
+use velox_engine::offer::Offers;
 use velox_kernel_worker::config::Config;
 use velox_kernel_worker::lifecycle;
 
 fn main() -> ExitCode {
     let config = Config::parse();
-    match lifecycle::run(&config) {
+    match lifecycle::run(&config, Offers::of_the_host(&config.why_no_mlx)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             let mut text = format!("velox-kernel-worker: {error}");

@@ -3,23 +3,17 @@
 use std::num::NonZeroUsize;
 use std::time::Instant;
 
-use velox_engine::backend::Backend;
-use velox_engine::backend::cpu::CpuBackend;
-use velox_engine::backend::reference::ReferenceBackend;
-use velox_engine::probe::{ProbeCase, ProbeOutcome, sample_matrix};
+use velox_engine::offer::Offers;
+use velox_engine::probe::{ProbeOutcome, ProbedBackends, sample_matrix};
 use velox_kernels::block::BlockType;
 use velox_kernels::cpu::CpuKernelSet;
 use velox_kernels::label::BackendLabel;
 use velox_kernels::ran::Device as _;
-use velox_kvcache::PageBudget;
 use velox_proto::op::OpId;
 use velox_proto::v1;
 
 use crate::convert::{op_of, wire_backend};
 use crate::kernel_set::{CpuKernels, KernelSet, ReferenceKernels};
-
-/// What the caches of the tiny cases may allocate.
-const PROBE_CACHE_BYTES: u64 = 16 * 1024 * 1024;
 
 /// Shapes of the kernel cases: odd, and one block of the widest type.
 const TOKENS: usize = 3;
@@ -27,7 +21,7 @@ const ROWS: usize = 5;
 const COLUMNS: usize = 256;
 
 /// What the probes found.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct ProbeReport {
     /// For people: the processor.
     pub device: String,
@@ -37,59 +31,53 @@ pub struct ProbeReport {
     pub backends: Vec<v1::BackendCapability>,
     /// One entry per op, type and backend that this build has.
     pub ops: Vec<v1::OpCapability>,
+    /// The same for the loader, which does not probe again.
+    pub probed: ProbedBackends,
 }
 
-/// Runs all probes of this build.
+/// Runs all probes of this executable.
 #[must_use]
-pub fn run(threads: NonZeroUsize) -> ProbeReport {
-    let mut report = ProbeReport {
+pub fn run(threads: NonZeroUsize, offers: Offers) -> ProbeReport {
+    let mut ops = Vec::new();
+    let mut started = Instant::now();
+    let probed = ProbedBackends::of(offers, threads.get(), &mut |label, case, outcome| {
+        let op = op_of(case.stage);
+        let outcome = outcome.as_ref().map_err(ToString::to_string).copied();
+        ops.push(entry(op, case.dtype(), label, &outcome, started));
+        started = Instant::now();
+    });
+    probe_kernels(&mut ops, &ReferenceKernels { threads: 1 });
+    match CpuKernels::new(threads) {
+        Ok(kernels) => probe_kernels(&mut ops, &kernels),
+        Err(error) => tracing::warn!(%error, "SIMD kernels cannot be probed"),
+    }
+    let backends = BackendLabel::AUTO_ORDER
+        .into_iter()
+        .map(|label| {
+            let missing = probed.why_not(label, &[]);
+            let reason = missing.unwrap_or_else(|| withdrawn(&ops, label));
+            v1::BackendCapability {
+                backend: wire_backend(label).into(),
+                available: reason.is_empty(),
+                reason,
+            }
+        })
+        .collect();
+    ProbeReport {
         device: device_name(),
         kernel: CpuKernelSet::detect().name().to_owned(),
-        ..ProbeReport::default()
-    };
-    let budget = PageBudget::new(PROBE_CACHE_BYTES);
-    let reference = || ReferenceBackend::new(1, budget.clone());
-    probe_stages(&mut report, &mut reference(), &mut reference());
-    probe_kernels(&mut report, &ReferenceKernels { threads: 1 });
-    let cpu = CpuBackend::new(CpuKernelSet::detect(), threads.get(), budget.clone());
-    let cpu_reason = match cpu {
-        Err(error) => error.to_string(),
-        Ok(mut backend) => {
-            probe_stages(&mut report, &mut backend, &mut reference());
-            match CpuKernels::new(threads) {
-                Ok(kernels) => probe_kernels(&mut report, &kernels),
-                Err(error) => tracing::warn!(%error, "SIMD kernels cannot be probed"),
-            }
-            withdrawn(&report, BackendLabel::Cpu)
-        }
-    };
-    let reference_reason = withdrawn(&report, BackendLabel::Reference);
-    for label in BackendLabel::AUTO_ORDER {
-        let reason = match label {
-            BackendLabel::Cpu => cpu_reason.clone(),
-            BackendLabel::Reference => reference_reason.clone(),
-            BackendLabel::Metal | BackendLabel::MlxCuda | BackendLabel::MlxCpu => {
-                "this worker was built without MLX".to_owned()
-            }
-        };
-        report.backends.push(v1::BackendCapability {
-            backend: wire_backend(label).into(),
-            available: reason.is_empty(),
-            reason,
-        });
+        backends,
+        ops,
+        probed,
     }
-    report
 }
 
 /// Why a backend cannot be used: a stage that no type passes. Empty if every stage has one.
-fn withdrawn(report: &ProbeReport, label: BackendLabel) -> String {
+fn withdrawn(ops: &[v1::OpCapability], label: BackendLabel) -> String {
     let wire = i32::from(wire_backend(label));
     let mut of_stage = velox_engine::backend::Stage::ALL.iter().map(|&stage| {
         let name = op_of(stage).name();
-        let mut cases = report
-            .ops
-            .iter()
-            .filter(|op| op.backend == wire && op.op == name);
+        let mut cases = ops.iter().filter(|op| op.backend == wire && op.op == name);
         (name, cases.any(|case| case.available))
     });
     of_stage
@@ -99,25 +87,7 @@ fn withdrawn(report: &ProbeReport, label: BackendLabel) -> String {
         })
 }
 
-fn probe_stages<B: Backend>(
-    report: &mut ProbeReport,
-    backend: &mut B,
-    oracle: &mut ReferenceBackend,
-) {
-    for case in ProbeCase::all() {
-        let started = Instant::now();
-        let outcome = case.run(backend, oracle).map_err(|error| error.to_string());
-        report.ops.push(entry(
-            op_of(case.stage),
-            case.dtype(),
-            B::Device::LABEL,
-            &outcome,
-            started,
-        ));
-    }
-}
-
-fn probe_kernels<K: KernelSet>(report: &mut ProbeReport, kernels: &K) {
+fn probe_kernels<K: KernelSet>(ops: &mut Vec<v1::OpCapability>, kernels: &K) {
     let oracle = ReferenceKernels { threads: 1 };
     let of_types = [OpId::MatMul, OpId::Dequantize]
         .into_iter()
@@ -132,7 +102,7 @@ fn probe_kernels<K: KernelSet>(report: &mut ProbeReport, kernels: &K) {
                 tolerance(op, block_type),
             )
         });
-        report.ops.push(entry(
+        ops.push(entry(
             op,
             block_type.name(),
             K::Device::LABEL,
@@ -208,11 +178,7 @@ fn entry(
 ) -> v1::OpCapability {
     let reason = match outcome {
         Err(error) => error.clone(),
-        Ok(outcome) if outcome.is_right() => String::new(),
-        Ok(outcome) => format!(
-            "its probe is off by {:.3e}, tolerance is {:.3e}",
-            outcome.max_error, outcome.tolerance
-        ),
+        Ok(outcome) => outcome.fault().unwrap_or_default(),
     };
     v1::OpCapability {
         op: op.name().to_owned(),
@@ -246,7 +212,7 @@ mod tests {
 
     #[test]
     fn this_machine_offers_cpu_and_reference_and_says_why_not_the_others() {
-        let report = run(NonZeroUsize::MIN);
+        let report = run(NonZeroUsize::MIN, Offers::of_the_host("no MLX here"));
         for backend in &report.backends {
             let built = matches!(backend.backend(), v1::Backend::Cpu | v1::Backend::Reference);
             assert_eq!(backend.available, built, "{backend:?}");

@@ -12,6 +12,7 @@ use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, poll};
 use velox_engine::load::{LoadOptions, LoadProgress, load};
+use velox_engine::probe::ProbedBackends;
 use velox_engine::step::{Progress, RowId, StepOutcome};
 use velox_proto::tensor::TensorHandle;
 use velox_proto::worker::v1 as wire;
@@ -41,6 +42,7 @@ pub enum Ending {
 #[derive(Debug)]
 pub struct TensorThread {
     config: Config,
+    probed: ProbedBackends,
     channel: StepChannel,
     commands: CommandReceiver,
     stop: Arc<AtomicBool>,
@@ -65,12 +67,6 @@ impl Progress for Pulse {
             heartbeat.bump();
         }
     }
-
-    fn is_cancelled(&self) -> bool {
-        // A cancelled row is freed when the plans in flight retire, and the process ends with its gateway: there is
-        // nothing to give a plan up for.
-        false
-    }
 }
 
 impl TensorThread {
@@ -78,6 +74,7 @@ impl TensorThread {
     #[must_use]
     pub fn new(
         config: Config,
+        probed: ProbedBackends,
         channel: StepChannel,
         commands: CommandReceiver,
         stop: Arc<AtomicBool>,
@@ -85,6 +82,7 @@ impl TensorThread {
         Self {
             kernels: run_op::KernelSets::new(config.compute_threads()),
             config,
+            probed,
             channel,
             commands,
             stop,
@@ -292,10 +290,14 @@ impl TensorThread {
                 problem: error.to_string(),
             },
         )?;
+        let (quantise, max_context) = convert::load_shape(request)?;
         let options = LoadOptions {
             backend,
             threads: self.config.compute_threads().get(),
             cache_limit_bytes: self.config.cache_limit_bytes,
+            quantise,
+            max_context,
+            probed: self.probed.clone(),
         };
         let pulse = &self.pulse;
         let loaded = load(Path::new(&request.path), &options, &mut |progress| {

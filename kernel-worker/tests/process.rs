@@ -134,7 +134,7 @@ impl Worker {
             name: MODEL.to_owned(),
             path: path.to_str().unwrap().to_owned(),
             backend: v1::Backend::Reference.into(),
-            kv_method: String::new(),
+            ..wire::LoadModelRequest::default()
         };
         let mut control = self.control.clone();
         self.runtime.block_on(async move {

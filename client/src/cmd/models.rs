@@ -5,7 +5,7 @@ use velox_client::error::ClientError;
 use velox_client::trace::traced;
 use velox_proto::v1::{ListModelsRequest, LoadModelRequest, Model, UnloadModelRequest};
 
-use crate::args::{ModelsCommand, Target};
+use crate::args::{LoadShape, ModelsCommand, Target};
 use crate::cmd::Verdict;
 use crate::output::{Format, Output, table};
 use crate::session::{Session, WhenNoneRuns};
@@ -16,11 +16,23 @@ pub(crate) async fn run(
     command: ModelsCommand,
     output: Output,
 ) -> anyhow::Result<Verdict> {
-    let session = Session::open(target, WhenNoneRuns::Fail, output).await?;
+    let mut target = target.clone();
+    let shape = match command {
+        // Here it is the model's, not the gateway's.
+        ModelsCommand::Load { .. } => std::mem::take(&mut target.load),
+        ModelsCommand::List | ModelsCommand::Unload { .. } => LoadShape::default(),
+    };
+    let session = Session::open(&target, WhenNoneRuns::Fail, output).await?;
     match command {
         ModelsCommand::List => show(&list(&session).await?, output)?,
         ModelsCommand::Load { source, name } => {
-            let model = load(&session, source, name.unwrap_or_default(), output).await?;
+            let request = LoadModelRequest {
+                source,
+                name: name.unwrap_or_default(),
+                quantize_bits: shape.quantize_bits(),
+                max_context_tokens: shape.max_context_tokens(),
+            };
+            let model = load(&session, request, output).await?;
             show(&[model], output)?;
         }
         ModelsCommand::Unload { name } => {
@@ -59,11 +71,10 @@ async fn list(session: &Session) -> Result<Vec<Model>, ClientError> {
 
 async fn load(
     session: &Session,
-    source: String,
-    name: String,
+    request: LoadModelRequest,
     output: Output,
 ) -> anyhow::Result<Model> {
-    let request = traced(LoadModelRequest { source, name }, session.deadline());
+    let request = traced(request, session.deadline());
     let mut events = session
         .client
         .models()
@@ -136,6 +147,8 @@ fn model_json(model: &Model) -> Value {
             "text": token.text,
             "source": token.source,
         })).collect::<Vec<_>>(),
+        "quantized_to": (!model.quantized_to.is_empty()).then_some(&model.quantized_to),
+        "fallback_reason": (!model.fallback_reason.is_empty()).then_some(&model.fallback_reason),
         "has_chat_template": model.has_chat_template,
         "kv": {
             "method": kv.method,

@@ -23,6 +23,7 @@ async fn load(gateway: &Gateway, source: &Path) -> Result<(), ClientError> {
     let request = LoadModelRequest {
         source: source.display().to_string(),
         name: "hostile".to_owned(),
+        ..LoadModelRequest::default()
     };
     let mut events = gateway
         .client()
@@ -84,6 +85,7 @@ fn damaged_model_files_are_refused_and_the_worker_lives() -> anyhow::Result<()> 
         let taken = LoadModelRequest {
             source: files[0].display().to_string(),
             name: velox_e2e::gateway::MODEL.to_owned(),
+            ..LoadModelRequest::default()
         };
         let taken = async {
             let mut events = gateway

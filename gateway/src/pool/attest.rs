@@ -242,8 +242,8 @@ impl TryFrom<StepEvidence<'_>> for AttestedProvenance {
             worker,
             backend,
             sampler,
-            device: facts.wire().device.clone(),
-            kernel: facts.wire().kernel.clone(),
+            device: model.device().unwrap_or(&facts.wire().device).to_owned(),
+            kernel: model.kernel().unwrap_or(&facts.wire().kernel).to_owned(),
             fallback_reason: model.fallback_reason().to_owned(),
             op_counts: counts,
         })

@@ -66,6 +66,17 @@ pub struct ModelSource {
     pub name: String,
     /// GGUF file or Hugging Face folder.
     pub path: PathBuf,
+    /// How it is loaded.
+    pub shape: LoadShape,
+}
+
+/// What is made of a model's file when it is loaded, the same on every worker. The workers judge the values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct LoadShape {
+    /// Bits that float weights are quantised to.
+    pub quantize_bits: Option<u32>,
+    /// Most positions of a request.
+    pub max_context_tokens: Option<u32>,
 }
 
 /// Limits of time of a pool.

@@ -89,6 +89,8 @@ impl Control {
             path: path_text(&source.path)?,
             backend: backend.unwrap_or(v1::Backend::Unspecified).into(),
             kv_method: kv_method.unwrap_or_default().to_owned(),
+            quantize_bits: source.shape.quantize_bits,
+            max_context_tokens: source.shape.max_context_tokens,
         };
         let mut client = self.client.clone();
         let mut events = client

@@ -219,6 +219,18 @@ impl ModelFacts {
         &self.wire.fallback_reason
     }
 
+    /// Returns the kernel set of the backend; `None` = the worker's.
+    #[must_use]
+    pub fn kernel(&self) -> Option<&str> {
+        Some(self.wire.kernel.as_str()).filter(|kernel| !kernel.is_empty())
+    }
+
+    /// Returns the device of the backend; `None` = the worker's.
+    #[must_use]
+    pub fn device(&self) -> Option<&str> {
+        Some(self.wire.device.as_str()).filter(|device| !device.is_empty())
+    }
+
     /// Returns the layers that every forward pass visits.
     #[must_use]
     pub fn n_layers(&self) -> u32 {

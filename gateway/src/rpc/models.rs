@@ -11,7 +11,7 @@ use velox_proto::v1::model_service_server::ModelService;
 use super::{Answers, Context, refuse};
 use crate::config::resolve_model;
 use crate::error::GatewayError;
-use crate::pool::{LoadEvent, ModelSource};
+use crate::pool::{LoadEvent, LoadShape, ModelSource};
 
 /// Models on a page unless told otherwise.
 const DEFAULT_PAGE: u32 = 100;
@@ -78,7 +78,11 @@ impl ModelService for Models {
         self.context.admit().map_err(refuse)?;
         let request = request.into_inner();
         let folder = &self.context.model_folder;
-        let source = resolve_model(&request.source, &request.name, folder).map_err(refuse)?;
+        let mut source = resolve_model(&request.source, &request.name, folder).map_err(refuse)?;
+        source.shape = LoadShape {
+            quantize_bits: request.quantize_bits,
+            max_context_tokens: request.max_context_tokens,
+        };
         let (answers, stream) = mpsc::channel(PROGRESS);
         let context = Arc::clone(&self.context);
         self.context

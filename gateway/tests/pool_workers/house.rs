@@ -7,8 +7,8 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use velox_gateway::pool::{
-    AttestedResult, LossCause, ModelFacts, ModelSource, Pool, PoolConfig, PoolEvent, PoolTimeouts,
-    RestartPolicy, WorkerKey,
+    AttestedResult, LoadShape, LossCause, ModelFacts, ModelSource, Pool, PoolConfig, PoolEvent,
+    PoolTimeouts, RestartPolicy, WorkerKey,
 };
 use velox_proto::worker::v1 as wire;
 
@@ -138,6 +138,7 @@ pub(crate) fn source(name: &str, path: &str) -> ModelSource {
     ModelSource {
         name: name.to_owned(),
         path: PathBuf::from(path),
+        shape: LoadShape::default(),
     }
 }
 

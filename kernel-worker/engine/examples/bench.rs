@@ -9,6 +9,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use velox_engine::load::{LoadOptions, load};
+use velox_engine::probe::ProbedBackends;
 use velox_engine::sampler::SamplingParameters;
 use velox_engine::step::{
     DecodeRow, OpenRow, PrefillChunk, PrefillGoal, Progress, RowId, Runner, StepPlan,
@@ -22,10 +23,6 @@ struct Undisturbed;
 
 impl Progress for Undisturbed {
     fn layer_done(&self) {}
-
-    fn is_cancelled(&self) -> bool {
-        false
-    }
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -44,6 +41,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         backend,
         threads,
         cache_limit_bytes: 1 << 30,
+        quantise: None,
+        max_context: None,
+        probed: ProbedBackends::of_the_host(threads),
     };
     let begun = Instant::now();
     let mut model = load(Path::new(path), &options, &mut |_| {})?;

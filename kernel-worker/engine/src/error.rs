@@ -60,9 +60,6 @@ pub enum EngineError {
         /// Bytes left of the limit.
         available_bytes: u64,
     },
-    /// [`crate::step::Progress::is_cancelled`] said so; the rows that the plan had computed for are closed.
-    #[error("plan was cancelled")]
-    Cancelled,
     /// Operands do not fit each other: a fault of the graph or of the model's sizes.
     #[error("kernel refused its operands")]
     Kernel(#[from] OpError),

@@ -8,7 +8,7 @@
 //! this engine does not compute is refused by the name of the field, never loaded approximately.
 
 mod assemble;
-mod blame;
+pub(crate) mod blame;
 mod ends;
 mod fingerprint;
 pub mod gguf;
@@ -21,6 +21,7 @@ mod hf_model;
 mod hf_rope;
 mod hf_tokenizer;
 mod json_fields;
+mod quantise;
 mod rope;
 pub mod safetensors;
 mod sizes;
@@ -33,6 +34,9 @@ use velox_kernels::buffer::FileMap;
 use velox_kernels::matrix::Matrix;
 
 use self::blame::Blame;
+pub use self::fingerprint::hexadecimal;
+pub use self::quantise::Quantisation;
+pub(crate) use self::quantise::quantise;
 use crate::error::EngineError;
 use crate::load::LoadProgress;
 use crate::spec::{ModelSpec, ModelTensors};

@@ -24,7 +24,7 @@ pub struct Batch<'a, 'row, C> {
 
 /// Who watches a pass, and what it counts.
 pub struct Watch<'a> {
-    /// Told of every layer, asked for cancellation.
+    /// Told of every layer.
     pub progress: &'a dyn Progress,
     /// Stages executed.
     pub stages: &'a mut StageCounts,
@@ -100,8 +100,7 @@ impl<B: Backend> Transformer<B> {
     /// Runs all layers over a batch and appends it to the caches: hidden state `[T, D]` before the final norm.
     ///
     /// # Errors
-    /// [`EngineError::Cancelled`], or what a stage says. The caches of the batch are then of unequal length in
-    /// different layers and must be dropped.
+    /// What a stage says. The caches of the batch are then of unequal length in different layers and must be dropped.
     pub fn forward(
         &self,
         backend: &mut B,
@@ -111,9 +110,6 @@ impl<B: Backend> Transformer<B> {
         let mut hidden = backend.embed(&self.embedding, batch.token_ids)?;
         watch.stages.record(Stage::Embed);
         for (index, layer) in self.layers.iter().enumerate() {
-            if watch.progress.is_cancelled() {
-                return Err(EngineError::Cancelled);
-            }
             let projections = layer.projections.each_ref();
             let qkv = backend.norm_project(hidden.value(), &layer.attention_norm, projections)?;
             watch.stages.record(Stage::NormProject);

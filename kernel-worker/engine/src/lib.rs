@@ -9,6 +9,7 @@
 //! * [`sampler`]: next-token choice.
 //! * [`step`]: plans and outcomes, `submit` and `collect`.
 //! * [`load`]: from a path to a [`step::Runner`].
+//! * [`offer`]: which backends an executable has.
 //! * [`probe`]: tiny cases that capabilities are made of.
 
 #![forbid(unsafe_code)]
@@ -18,6 +19,7 @@ pub mod error;
 pub mod files;
 pub mod graph;
 pub mod load;
+pub mod offer;
 pub mod probe;
 pub mod sampler;
 pub mod spec;

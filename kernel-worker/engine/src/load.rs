@@ -1,19 +1,19 @@
 //! From a path to a runner.
 
+use std::num::NonZeroUsize;
 use std::path::Path;
 
-use velox_kernels::cpu::CpuKernelSet;
 use velox_kernels::label::BackendLabel;
 use velox_kernels::ran::Device;
 use velox_kvcache::{KvShape, PageBudget};
 
 use crate::backend::Backend;
-use crate::backend::cpu::CpuBackend;
-use crate::backend::reference::ReferenceBackend;
 use crate::error::EngineError;
-use crate::files::{self, ModelSource, TokenizerSource};
+use crate::files::blame::Blame;
+use crate::files::{self, ModelSource, Quantisation, TokenizerSource};
 use crate::graph::Transformer;
-use crate::probe::ProbeCase;
+use crate::offer::{Offer, Opening};
+use crate::probe::ProbedBackends;
 use crate::spec::ModelSpec;
 use crate::step::{Engine, Runner};
 
@@ -26,12 +26,18 @@ pub struct LoadOptions {
     pub threads: usize,
     /// Bytes that caches may allocate together.
     pub cache_limit_bytes: u64,
+    /// Turns float matrices into blocks.
+    pub quantise: Option<Quantisation>,
+    /// Most positions of a row; `None` = as many as the model was trained for, which is never exceeded.
+    pub max_context: Option<NonZeroUsize>,
+    /// What this process found out about its backends when it started.
+    pub probed: ProbedBackends,
 }
 
 /// Where loading stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoadProgress {
-    /// "open", "check", "map" or "ready".
+    /// "open", "check", "quantize", "map" or "ready".
     pub phase: &'static str,
     /// Bytes of tensors done.
     pub done_bytes: u64,
@@ -59,13 +65,21 @@ pub struct ModelFacts {
     pub format: &'static str,
     /// Elements of all tensors; a tied head counts once.
     pub parameters: u64,
-    /// Bytes of the tensors as stored.
+    /// Bytes of the tensors as stored, or as held after quantisation.
     pub weight_bytes: u64,
     /// Block types present, sorted by name.
     pub tensor_types: Vec<&'static str>,
     /// Label of the backend that will run it.
     pub backend: BackendLabel,
-    /// sha256 in hex over the header and sampled content.
+    /// Its kernel set, for people.
+    pub kernel: String,
+    /// Its device, for people; `None` = the processor.
+    pub device: Option<String>,
+    /// Why not a stronger one of this build; empty if it is the strongest, or the one that was asked for.
+    pub fallback_reason: String,
+    /// Block type that float matrices were turned into; `None` if all weights are as stored.
+    pub quantised_to: Option<&'static str>,
+    /// sha256 in hex over the header and sampled content, and over the quantisation if there was one.
     pub fingerprint: String,
     /// Bytes per token that the cache allocates for keys, all layers (whole pages / page tokens).
     pub key_bytes_per_token: u64,
@@ -95,7 +109,8 @@ impl std::fmt::Debug for LoadedModel {
 }
 
 /// Opens a GGUF file or a Hugging Face folder and prepares it for a backend. A backend is available if every stage
-/// that the model needs passes its probe; without a choice the strongest available one is taken.
+/// that the model needs came out right when it was probed; without a choice the strongest available one is taken, and
+/// the facts say why not a stronger one of this build.
 ///
 /// # Errors
 /// [`EngineError`] by what is wrong with the file or missing on this machine.
@@ -104,61 +119,61 @@ pub fn load(
     options: &LoadOptions,
     report: &mut dyn FnMut(LoadProgress),
 ) -> Result<LoadedModel, EngineError> {
-    let source = files::open(path, report)?;
-    let budget = PageBudget::new(options.cache_limit_bytes);
-    let unavailable = |label: BackendLabel, reason: String| EngineError::BackendUnavailable {
-        backend: label.name(),
-        reason,
-    };
-    match options.backend {
-        Some(BackendLabel::Reference) => {}
-        None | Some(BackendLabel::Cpu) => {
-            match probed_cpu(&source.tensor_types, options.threads, &budget) {
-                Ok(backend) => return assemble(source, backend, report),
-                Err(_) if options.backend.is_none() => {}
-                Err(reason) => return Err(unavailable(BackendLabel::Cpu, reason)),
-            }
-        }
-        Some(label) => {
-            return Err(unavailable(
-                label,
-                "it is not part of this build".to_owned(),
-            ));
+    let mut source = files::open(path, report)?;
+    if let Some(limit) = options.max_context {
+        let own = &mut source.spec.context_length;
+        *own = limit.get().min(*own);
+    }
+    let mut quantised_to = None;
+    if let Some(to) = options.quantise {
+        let blame = Blame::of(path);
+        if files::quantise(&mut source, to, (options.threads, &blame), report)? {
+            quantised_to = Some(to.block_type().name());
         }
     }
-    let backend = ReferenceBackend::new(options.threads, budget);
-    assemble(source, backend, report)
+    let (offer, fallback_reason) = choose(options, &source.tensor_types)?;
+    let opening = Opening {
+        tensor_types: &source.tensor_types.clone(),
+        threads: options.threads,
+        budget: PageBudget::new(options.cache_limit_bytes),
+    };
+    let mut loaded = offer.load(source, &opening, report)?;
+    loaded.facts.fallback_reason = fallback_reason;
+    loaded.facts.quantised_to = quantised_to;
+    Ok(loaded)
 }
 
-/// Makes a `CPU` backend if every stage that the model needs comes out right on this machine, or says why not.
-fn probed_cpu(
+/// Takes the backend that was asked for, or the strongest that may run a model of these block types; and why not a
+/// stronger one.
+fn choose<'a>(
+    options: &'a LoadOptions,
     tensor_types: &[&'static str],
-    threads: usize,
-    budget: &PageBudget,
-) -> Result<CpuBackend, String> {
-    let kernels = CpuKernelSet::detect();
-    let mut backend =
-        CpuBackend::new(kernels, threads, budget.clone()).map_err(|error| error.to_string())?;
-    let mut oracle = ReferenceBackend::new(1, budget.clone());
-    let needed = |case: &ProbeCase| {
-        case.block_type
-            .is_none_or(|block_type| tensor_types.contains(&block_type.name()))
+) -> Result<(&'a dyn Offer, String), EngineError> {
+    let probed = &options.probed;
+    let offers = probed.offers();
+    let may_run = |label: BackendLabel| match probed.why_not(label, tensor_types) {
+        None => offers.find(label),
+        Some(reason) => Err(reason),
     };
-    for case in ProbeCase::all().iter().filter(|case| needed(case)) {
-        let (stage, dtype) = (case.stage, case.dtype());
-        let outcome = case
-            .run(&mut backend, &mut oracle)
-            .map_err(|error| format!("{stage:?} of {dtype} by {}: {error}", kernels.name()))?;
-        if !outcome.is_right() {
-            return Err(format!(
-                "{stage:?} of {dtype} by {} is off by {:e}, limit is {:e}",
-                kernels.name(),
-                outcome.max_error,
-                outcome.tolerance
-            ));
+    if let Some(label) = options.backend {
+        let offer = may_run(label).map_err(|reason| unavailable(label, reason))?;
+        return Ok((offer, String::new()));
+    }
+    let mut why_not = Vec::new();
+    for offer in offers.iter() {
+        match may_run(offer.label()) {
+            Ok(offer) => return Ok((offer, why_not.join("; "))),
+            Err(reason) => why_not.push(format!("{}: {reason}", offer.label())),
         }
     }
-    Ok(backend)
+    Err(unavailable(BackendLabel::Reference, why_not.join("; ")))
+}
+
+fn unavailable(label: BackendLabel, reason: String) -> EngineError {
+    EngineError::BackendUnavailable {
+        backend: label.name(),
+        reason,
+    }
 }
 
 /// Hands a checked source to a backend.
@@ -201,6 +216,10 @@ pub fn assemble<B: Backend + 'static>(
             weight_bytes: source.weight_bytes,
             tensor_types: source.tensor_types,
             backend: B::Device::LABEL,
+            fallback_reason: String::new(),
+            quantised_to: None,
+            kernel: String::new(),
+            device: None,
             fingerprint: source.fingerprint,
             key_bytes_per_token: geometry.key_bytes_per_token,
             value_bytes_per_token: geometry.value_bytes_per_token,

@@ -2,6 +2,9 @@
 //!
 //! A backend offers a stage for a block type only if its case ran on this machine and came out right.
 
+mod backends;
+mod invariance;
+
 use velox_kernels::block::BlockType;
 use velox_kernels::buffer::ByteSource;
 use velox_kernels::matrix::Matrix;
@@ -13,6 +16,9 @@ use crate::backend::{
 use crate::error::EngineError;
 use crate::sampler::{SampleRequest, SamplingParameters};
 use crate::spec::{RopePairing, RopeSpec};
+
+pub use self::backends::{EachProbe, ProbedBackends};
+pub(crate) use self::invariance::is_batch_invariant;
 
 /// `D`, `F` and `H*K` of the cases: one block of the widest type.
 const WIDTH: usize = 256;
@@ -58,6 +64,17 @@ impl ProbeOutcome {
     #[must_use]
     pub fn is_right(&self) -> bool {
         self.max_error <= self.tolerance
+    }
+
+    /// Says what is wrong; `None` if the result may be trusted.
+    #[must_use]
+    pub fn fault(&self) -> Option<String> {
+        (!self.is_right()).then(|| {
+            format!(
+                "its probe is off by {:.3e}, tolerance is {:.3e}",
+                self.max_error, self.tolerance
+            )
+        })
     }
 }
 
@@ -234,15 +251,18 @@ fn read_qkv<B: Backend>(
 }
 
 fn prepare_rope<B: Backend>(backend: &mut B) -> Result<(), EngineError> {
+    backend.prepare_rope(&sample_rope(), VOCABULARY)
+}
+
+fn sample_rope() -> RopeSpec {
     let pairs = SHAPE.head_dim / 2;
     let inverse_frequencies =
         (0..u32::try_from(pairs).unwrap_or(0)).map(|i| 1e4_f64.powf(-f64::from(i) / 32.0));
-    let rope = RopeSpec {
+    RopeSpec {
         pairing: RopePairing::HalfSplit,
         inverse_frequencies: inverse_frequencies.collect(),
         attention_factor: 1.0,
-    };
-    backend.prepare_rope(&rope, VOCABULARY)
+    }
 }
 
 fn rope<B: Backend>(backend: &mut B) -> Result<Vec<f32>, EngineError> {

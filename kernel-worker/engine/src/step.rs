@@ -196,9 +196,6 @@ impl Ticket {
 pub trait Progress {
     /// A layer of a forward pass is done: the process is alive.
     fn layer_done(&self);
-
-    /// Whether the plan should be given up; asked between layers.
-    fn is_cancelled(&self) -> bool;
 }
 
 /// A resident model. Lives on one thread; a backend may compute in `submit` or lazily.

@@ -9,6 +9,7 @@
 use std::path::{Path, PathBuf};
 
 use velox_engine::load::{LoadOptions, load};
+use velox_engine::probe::ProbedBackends;
 use velox_engine::sampler::SamplingParameters;
 use velox_engine::step::{
     LogitsWanted, OpenRow, PrefillChunk, PrefillGoal, Progress, RowId, Runner, ScorePart, StepPlan,
@@ -39,10 +40,6 @@ struct Silent;
 
 impl Progress for Silent {
     fn layer_done(&self) {}
-
-    fn is_cancelled(&self) -> bool {
-        false
-    }
 }
 
 fn fixtures() -> PathBuf {
@@ -81,6 +78,9 @@ fn options(backend: BackendLabel) -> LoadOptions {
         backend: Some(backend),
         threads: 1,
         cache_limit_bytes: 64 << 20,
+        quantise: None,
+        max_context: None,
+        probed: ProbedBackends::of_the_host(1),
     }
 }
 

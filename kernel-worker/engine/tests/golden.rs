@@ -17,6 +17,7 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 use velox_engine::load::{LoadOptions, load};
+use velox_engine::probe::ProbedBackends;
 use velox_engine::step::{
     DecodeRow, LogitsWanted, PrefillChunk, PrefillGoal, RowId, Runner, ScorePart, ScoredPosition,
     StepOutcome, StepPlan,
@@ -293,6 +294,9 @@ fn loading_tells_where_it_stands_and_why_a_backend_is_missing() {
         backend: None,
         threads: 1,
         cache_limit_bytes: 1 << 20,
+        quantise: None,
+        max_context: None,
+        probed: ProbedBackends::of_the_host(1),
     };
     let mut reports = Vec::new();
     let model = load(&path, &options, &mut |progress| reports.push(progress)).unwrap();

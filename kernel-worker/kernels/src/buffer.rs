@@ -104,6 +104,16 @@ pub struct ByteSource {
 enum Owner {
     Map(Arc<FileMap>),
     Memory(Arc<[u64]>),
+    Aligned(Arc<AlignedBytes>),
+}
+
+impl From<AlignedBytes> for ByteSource {
+    fn from(bytes: AlignedBytes) -> Self {
+        Self {
+            range: 0..bytes.length,
+            owner: Owner::Aligned(Arc::new(bytes)),
+        }
+    }
 }
 
 impl ByteSource {
@@ -134,6 +144,7 @@ impl ByteSource {
         let bytes: &[u8] = match &self.owner {
             Owner::Map(map) => map.as_slice(),
             Owner::Memory(words) => bytemuck::cast_slice(words),
+            Owner::Aligned(bytes) => bytes.as_elements(),
         };
         &bytes[self.range.clone()]
     }
@@ -144,6 +155,16 @@ mod tests {
     use std::io::Write as _;
 
     use super::*;
+
+    #[test]
+    fn aligned_memory_becomes_a_source_as_it_is() {
+        let mut memory = AlignedBytes::zeroed(5).unwrap();
+        memory
+            .as_elements_mut::<u8>()
+            .copy_from_slice(&[1, 2, 3, 4, 5]);
+        let source = ByteSource::from(memory);
+        assert_eq!(source.clone().as_slice(), [1, 2, 3, 4, 5]);
+    }
 
     #[test]
     fn aligned_memory_is_whole_zeroed_lines() {

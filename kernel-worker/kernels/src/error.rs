@@ -53,6 +53,15 @@ pub enum OpError {
         /// Operand at fault.
         what: &'static str,
     },
+    /// A block type that matrices are read in, but not made.
+    #[error("block type {block} has no quantiser")]
+    NoQuantiser {
+        /// Block type.
+        block: &'static str,
+    },
+    /// A value to quantise is no number, or its block needs a scale that f16 has not.
+    #[error("a value is no number, or too large for a block with an f16 scale")]
+    BeyondBlock,
 }
 
 /// Checks the length of an operand.

@@ -33,18 +33,24 @@ impl Fingerprint {
 
     /// Returns the hash in lower-case hex.
     pub(super) fn finish(self) -> String {
-        use std::fmt::Write;
-        let mut hex = String::with_capacity(64);
-        for byte in self.0.finalize() {
-            write!(hex, "{byte:02x}").expect("writing to a string cannot fail");
-        }
-        hex
+        hexadecimal(&self.0.finalize())
     }
 
     fn add_length(&mut self, length: usize) {
         let length = u64::try_from(length).expect("a length in memory fits 64 bits");
         self.0.update(length.to_le_bytes());
     }
+}
+
+/// Writes bytes in lower-case hex.
+#[must_use]
+pub fn hexadecimal(bytes: &[u8]) -> String {
+    use std::fmt::Write as _;
+    let mut hex = String::with_capacity(2 * bytes.len());
+    for byte in bytes {
+        write!(hex, "{byte:02x}").expect("writing to a string cannot fail");
+    }
+    hex
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use velox_engine::error::EngineError;
 use velox_engine::load::{LoadOptions, LoadedModel, load};
+use velox_engine::probe::ProbedBackends;
 use velox_kernels::label::BackendLabel;
 
 /// Returns the path in `VELOX_TEST_MODEL`, or says loudly that the test is skipped.
@@ -26,6 +27,9 @@ pub(crate) fn load_model(
         backend: Some(backend),
         threads,
         cache_limit_bytes: 1 << 30,
+        quantise: None,
+        max_context: None,
+        probed: ProbedBackends::of_the_host(threads),
     };
     match load(path, &options, &mut |_| {}) {
         Ok(model) => {

@@ -3,15 +3,11 @@
 use velox_engine::sampler::SamplingParameters;
 use velox_engine::step::{OpenRow, Progress, RowId, Runner, StepOutcome, StepPlan};
 
-/// Never cancels.
+/// Does not listen.
 pub(crate) struct Undisturbed;
 
 impl Progress for Undisturbed {
     fn layer_done(&self) {}
-
-    fn is_cancelled(&self) -> bool {
-        false
-    }
 }
 
 /// Greedy, nothing else.

@@ -139,6 +139,7 @@ impl WorkerControlService for Service {
             max_rows: self.behaviour.max_rows,
             fingerprint: "a fake".to_owned(),
             tokenizer_sha256,
+            ..wire::ModelFacts::default()
         };
         let event = |phase: &str, facts| {
             Ok(wire::LoadModelResponse {
