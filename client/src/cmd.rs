@@ -12,8 +12,6 @@ mod tokenize;
 
 use std::future::Future;
 
-use velox_proto::error::Reason;
-
 use crate::args::{Arguments, Command};
 use crate::interrupt::Interrupt;
 use crate::output::{Format, Output};
@@ -76,12 +74,4 @@ async fn whole(
             Ok(Verdict::No)
         }
     }
-}
-
-/// Whether a reason says "no" rather than that something broke.
-pub(crate) fn is_negative_answer(reason: Reason) -> bool {
-    !matches!(
-        reason,
-        Reason::Internal | Reason::NumericError | Reason::WorkerUnavailable | Reason::Cancelled
-    )
 }

@@ -32,6 +32,9 @@ pub enum ClientError {
     /// A started gateway ended, or said something else than that it serves.
     #[error("the gateway did not start: {0}")]
     NotServing(String),
+    /// A started gateway refused what it was started with; it said why where its log goes.
+    #[error("the gateway refused to start: {0}")]
+    StartRefused(String),
     /// The gateway refused or ended the call.
     #[error("{} ({})", .0.message, .0.reason.name())]
     Refused(Box<ServiceFault>),
@@ -53,6 +56,16 @@ impl ClientError {
         match self {
             Self::Refused(fault) => Some(fault.reason),
             _ => None,
+        }
+    }
+
+    /// Returns whether this is a negative answer rather than an error: the gateway works and said no.
+    #[must_use]
+    pub fn is_refusal(&self) -> bool {
+        match self {
+            Self::StartRefused(_) => true,
+            Self::Refused(fault) => fault.reason.is_refusal(),
+            _ => false,
         }
     }
 }

@@ -24,6 +24,9 @@ const EXIT_LIMIT: Duration = Duration::from_secs(45);
 /// Between two looks at a gateway that is ending.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
+/// Exit status of a gateway that works and refuses what it was started with, such as a backend that is not there.
+const EXIT_REFUSED: i32 = 1;
+
 /// How much of the end of a log is read for its last line.
 const LOG_TAIL_BYTES: u64 = 4096;
 
@@ -73,7 +76,7 @@ impl LocalGateway {
     /// Starts a gateway and waits until it serves: a worker has loaded every model. Blocks.
     ///
     /// # Errors
-    /// [`ClientError::Spawn`] or [`ClientError::NotServing`].
+    /// [`ClientError::Spawn`], [`ClientError::StartRefused`] or [`ClientError::NotServing`].
     pub fn start(options: &GatewayOptions, lifetime: Lifetime) -> Result<Self, ClientError> {
         let program = gateway_program()?;
         let spawn_failed = |source| ClientError::Spawn {
@@ -96,7 +99,13 @@ impl LocalGateway {
                 // It may still be loading something that it will never be asked for.
                 let _ = child.kill();
                 let status = child.wait().ok();
-                Err(ClientError::NotServing(explain(problem, status, options)))
+                let refused = status.and_then(|status| status.code()) == Some(EXIT_REFUSED);
+                let explained = explain(problem, status, options);
+                Err(if refused {
+                    ClientError::StartRefused(explained)
+                } else {
+                    ClientError::NotServing(explained)
+                })
             }
         }
     }

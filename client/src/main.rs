@@ -52,6 +52,6 @@ fn report(error: &anyhow::Error) -> ExitCode {
     };
     // Nobody is left to tell if standard error is gone.
     let _ = writeln!(std::io::stderr().lock(), "velox-client: {text}");
-    let refused = known.is_some_and(|error| error.reason().is_some_and(cmd::is_negative_answer));
+    let refused = known.is_some_and(ClientError::is_refusal);
     ExitCode::from(if refused { 1 } else { 2 })
 }

@@ -10,7 +10,12 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use velox_gateway::app::App;
 use velox_gateway::config::{Arguments, Config};
+use velox_gateway::error::GatewayError;
 use velox_gateway::telemetry::Telemetry;
+use velox_proto::error::ServiceError;
+
+/// Exit status for a negative answer, as everywhere in Velox: the gateway works and cannot serve what it was asked to.
+const EXIT_REFUSED: u8 = 1;
 
 /// Exit status for an error, as everywhere in Velox.
 const EXIT_ERROR: u8 = 2;
@@ -23,9 +28,17 @@ fn main() -> ExitCode {
     let Err(error) = run(&arguments) else {
         return ExitCode::SUCCESS;
     };
+    let refusal = error
+        .downcast_ref::<GatewayError>()
+        .map(ServiceError::reason)
+        .filter(|reason| reason.is_refusal());
+    let (reason, status) = match refusal {
+        Some(reason) => (format!(" ({})", reason.name()), EXIT_REFUSED),
+        None => (String::new(), EXIT_ERROR),
+    };
     // Nobody is left to tell if standard error is gone.
-    let _closed = writeln!(std::io::stderr().lock(), "velox-gateway: {error:#}");
-    ExitCode::from(EXIT_ERROR)
+    let _closed = writeln!(std::io::stderr().lock(), "velox-gateway: {error:#}{reason}");
+    ExitCode::from(status)
 }
 
 /// Runs the gateway, and leaves behind what cannot be interrupted, such as work on a long text.
@@ -34,13 +47,17 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
         .enable_all()
         .build()
         .context("starting the runtime")?;
-    let outcome = runtime.block_on(serve(arguments));
+    let outcome = runtime.block_on(async {
+        let telemetry = Telemetry::start(arguments)?;
+        let outcome = serve(arguments).await;
+        telemetry.end().await;
+        outcome
+    });
     runtime.shutdown_timeout(BLOCKING_GRACE);
     outcome
 }
 
 async fn serve(arguments: &Arguments) -> anyhow::Result<()> {
-    let _telemetry = Telemetry::start(arguments)?;
     let config = Config::try_from(arguments)?;
     let grace = config.grace;
     let mut terminate = signal(SignalKind::terminate()).context("listening for SIGTERM")?;

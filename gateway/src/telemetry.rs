@@ -3,6 +3,10 @@
 use std::io::IsTerminal as _;
 
 use tracing::Span;
+#[cfg(feature = "otlp")]
+use tracing_subscriber::Layer as _;
+#[cfg(feature = "otlp")]
+use tracing_subscriber::filter::filter_fn;
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, fmt};
@@ -11,7 +15,11 @@ use velox_proto::trace::{TRACEPARENT, TraceContext};
 use crate::config::Arguments;
 use crate::error::GatewayError;
 
-/// Keeps telemetry alive; what was not exported yet goes out when it is dropped.
+/// How the targets of our own spans begin.
+#[cfg(feature = "otlp")]
+const OUR_TARGETS: &str = "velox_";
+
+/// Keeps telemetry alive until [`Telemetry::end`].
 #[derive(Debug)]
 pub struct Telemetry {
     #[cfg(feature = "otlp")]
@@ -19,7 +27,7 @@ pub struct Telemetry {
 }
 
 impl Telemetry {
-    /// Starts logging, and exporting if it was asked for.
+    /// Starts logging, and exporting if it was asked for. Runs in a runtime: it drives the collector's connection.
     ///
     /// # Errors
     /// [`GatewayError::Config`] if the filter or the collector's address is malformed.
@@ -33,12 +41,17 @@ impl Telemetry {
         );
         #[cfg(feature = "otlp")]
         {
-            let provider = match &arguments.otlp_endpoint {
+            // An empty variable is none.
+            let endpoint = arguments.otlp_endpoint.as_deref();
+            let provider = match endpoint.filter(|endpoint| !endpoint.is_empty()) {
                 Some(endpoint) => Some(otlp::provider(endpoint)?),
                 None => None,
             };
+            // The exporter's own connection makes spans too: exporting those would make more of them.
+            let ours = filter_fn(|metadata| metadata.target().starts_with(OUR_TARGETS));
+            let exported = provider.as_ref().map(otlp::layer);
             subscriber
-                .with(provider.as_ref().map(otlp::layer))
+                .with(exported.map(|layer| layer.with_filter(ours)))
                 .try_init()
                 .map_err(|error| GatewayError::Config(error.to_string()))?;
             Ok(Self { provider })
@@ -51,15 +64,20 @@ impl Telemetry {
             Ok(Self {})
         }
     }
-}
 
-#[cfg(feature = "otlp")]
-impl Drop for Telemetry {
-    fn drop(&mut self) {
-        if let Some(provider) = &self.provider
-            && let Err(error) = provider.shutdown()
-        {
-            tracing::warn!(%error, "spans were lost");
+    /// Sends what was not exported yet, for a few seconds at most.
+    pub async fn end(self) {
+        #[cfg(feature = "otlp")]
+        if let Some(provider) = self.provider {
+            // The call blocks until the export is over, and the export needs this thread: it drives the connection.
+            let flushed = tokio::task::spawn_blocking(move || {
+                provider.shutdown_with_timeout(otlp::FLUSH_LIMIT)
+            });
+            match flushed.await {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) => tracing::warn!(%error, "spans were lost"),
+                Err(error) => tracing::warn!(%error, "spans were lost"),
+            }
         }
     }
 }
@@ -105,6 +123,8 @@ pub fn traceparent(span: &Span, caller: Option<TraceContext>) -> String {
 
 #[cfg(feature = "otlp")]
 mod otlp {
+    use std::time::Duration;
+
     use opentelemetry::trace::{
         SpanContext, SpanId, TraceContextExt as _, TraceFlags, TraceId, TraceState,
         TracerProvider as _,
@@ -116,6 +136,9 @@ mod otlp {
     use velox_proto::trace::TraceContext;
 
     use crate::error::GatewayError;
+
+    /// What the last export gets: a collector that does not answer must not keep the process.
+    pub(super) const FLUSH_LIMIT: Duration = Duration::from_secs(5);
 
     pub(super) fn provider(endpoint: &str) -> Result<SdkTracerProvider, GatewayError> {
         let exporter = opentelemetry_otlp::SpanExporter::builder()

@@ -65,6 +65,8 @@ reasons! {
     OpUnsupported = "OP_UNSUPPORTED" => Unimplemented;
     /// The queue is full.
     QueueFull = "QUEUE_FULL" => ResourceExhausted;
+    /// As many models are loaded as may be.
+    TooManyModels = "TOO_MANY_MODELS" => ResourceExhausted;
     /// The memory budget does not allow it.
     OutOfMemory = "OUT_OF_MEMORY" => ResourceExhausted;
     /// The caller's deadline passed.
@@ -83,6 +85,17 @@ reasons! {
     PermissionDenied = "PERMISSION_DENIED" => PermissionDenied;
     /// A fault of ours.
     Internal = "INTERNAL" => Internal;
+}
+
+impl Reason {
+    /// Returns whether the reason says "no" to what was asked, rather than that something broke: for exit codes.
+    #[must_use]
+    pub const fn is_refusal(self) -> bool {
+        !matches!(
+            self,
+            Self::Internal | Self::NumericError | Self::WorkerUnavailable | Self::Cancelled
+        )
+    }
 }
 
 impl std::str::FromStr for Reason {
@@ -273,6 +286,14 @@ mod tests {
             assert_eq!(status.code(), reason.code());
             assert_eq!(ServiceFault::from_status(&status), fault);
         }
+    }
+
+    #[test]
+    fn a_refusal_is_told_from_a_fault() {
+        assert!(Reason::BackendUnavailable.is_refusal());
+        assert!(Reason::OpUnsupported.is_refusal());
+        assert!(!Reason::Internal.is_refusal());
+        assert!(!Reason::WorkerUnavailable.is_refusal());
     }
 
     #[test]

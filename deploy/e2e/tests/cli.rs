@@ -1,10 +1,12 @@
 //! What the commands print.
 
 use std::io::Write as _;
+use std::path::Path;
 use std::process::Stdio;
 
 use anyhow::Context as _;
 use serde_json::Value;
+use velox_e2e::ask::{generate_ids, streamed};
 use velox_e2e::command_line::{answer, call, client, code, has, json, local};
 use velox_e2e::gateway::{MODEL, Plan};
 use velox_e2e::golden::{self, ALICE_FIRST_WINDOW, ids, tokens};
@@ -81,6 +83,57 @@ fn tokenize_gives_the_golden_ids() -> anyhow::Result<()> {
         }
         let one = json(&call(&gateway, &["tokenize", "Hello world", "--json"])?)?;
         assert_eq!(ids(&one[0]["ids"])?, [19556, 905]);
+        Ok(())
+    })
+}
+
+/// Copies a model and says that its context is shorter: its own is so long that to fill it takes a minute.
+fn with_context(model: &Path, tokens: u32, copy: &Path) -> anyhow::Result<()> {
+    let key = b"llama.context_length";
+    let mut file = std::fs::read(model)?;
+    let found = file.windows(key.len()).position(|window| window == key);
+    // The value follows its type, which takes four bytes as well.
+    let value = found.context("the model names no context")? + key.len() + 4;
+    file[value..value + 4].copy_from_slice(&tokens.to_le_bytes());
+    Ok(std::fs::write(copy, file)?)
+}
+
+#[test]
+fn a_prompt_beyond_the_context_is_refused_or_cut_on_request() -> anyhow::Result<()> {
+    let Some(model) = real_model() else {
+        return Ok(());
+    };
+    story(|| async move {
+        let folder = tempfile::tempdir()?;
+        let short = folder.path().join("short.gguf");
+        with_context(&model, 2048, &short)?;
+        let gateway = Plan::real(&short, "cpu")?.start().await?;
+        let long = std::fs::read_to_string(golden::alice_file())?.repeat(3);
+        let ids = ids(&json(&call(&gateway, &["tokenize", &long, "--json"])?)?[0]["ids"])?;
+        // One position of the context is for the answer.
+        let limit = 2047;
+        assert!(ids.len() > limit, "{} tokens are not enough", ids.len());
+
+        let refused = call(&gateway, &["generate", &long, "--json"])?;
+        assert_eq!(code(&refused), Some(1));
+        let said = String::from_utf8(refused.stderr)?;
+        let expected = format!("prompt has {} tokens, limit is {limit}", ids.len());
+        assert!(said.contains(&expected), "{said}");
+        assert!(said.contains("PROMPT_TOO_LONG"), "{said}");
+        assert!(refused.stdout.is_empty());
+
+        let options = ["--truncate", "--json", "--token-ids", "--temp", "0"];
+        let arguments = [&["generate", &long][..], &options].concat();
+        let events = json(&call(&gateway, &arguments)?)?;
+        let cut = answer(&events)?;
+        assert_eq!(cut["usage"]["truncated_tokens"], ids.len() - limit);
+        assert_eq!(cut["usage"]["prompt_tokens"], limit);
+        assert_eq!(cut["finish_reason"], "max_context");
+        // The end of the prompt is what remained.
+        let rest = ids[ids.len() - limit..].to_vec();
+        let whole = streamed(&gateway.client(), generate_ids(rest, 1)).await?;
+        assert_eq!(self::ids(&cut["token_ids"])?, whole.token_ids);
+        Snapshot::at_rest(&gateway).await?;
         Ok(())
     })
 }

@@ -145,6 +145,48 @@ fn exit_codes_tell_answers_from_errors() -> anyhow::Result<()> {
 }
 
 #[test]
+fn a_refusal_is_a_negative_answer_whoever_starts_the_gateway() -> anyhow::Result<()> {
+    story(|| async {
+        let folder = tempfile::tempdir()?;
+        let damaged = folder.path().join("damaged.gguf");
+        std::fs::write(&damaged, b"GGUF")?;
+        let damaged = damaged.to_str().context("the path is text")?;
+        let endpoint = format!("unix:{}", folder.path().join("gateway.sock").display());
+        let mut cases = vec![
+            ("/nowhere/x.gguf".to_owned(), "cpu", "MODEL_NOT_FOUND"),
+            (damaged.to_owned(), "cpu", "INVALID_MODEL"),
+        ];
+        if let Some(model) = real_model() {
+            let model = model.to_str().context("the path is text")?;
+            cases.push((model.to_owned(), "metal", "BACKEND_UNAVAILABLE"));
+        }
+        for (model, backend, reason) in cases {
+            for starts in [
+                &["--local", "generate", "x"][..],
+                &["--endpoint", &endpoint, "up"],
+            ] {
+                let refused = client()?
+                    .env("XDG_RUNTIME_DIR", folder.path())
+                    .args(["--model", &model, "--backend", backend, "--threads", "1"])
+                    .args(starts)
+                    .output()?;
+                let said = String::from_utf8(refused.stderr)?;
+                assert_eq!(refused.status.code(), Some(1), "{reason}: {said}");
+                assert!(said.contains(reason), "{reason}: {said}");
+                assert!(refused.stdout.is_empty());
+            }
+        }
+        // Where nobody can listen is no answer to what was asked.
+        let broken = client()?
+            .args(["--endpoint", "unix:/dev/null/x.sock", "up"])
+            .args(["--model", damaged])
+            .output()?;
+        assert_eq!(code(&broken), Some(2));
+        Ok(())
+    })
+}
+
+#[test]
 fn a_reader_that_has_enough_is_no_error() -> anyhow::Result<()> {
     story(|| async {
         let gateway = Plan::fake("honest")?

@@ -36,8 +36,10 @@ pub enum PoolError {
     #[error("name {0:?} is taken by another model")]
     ModelExists(String),
     /// As many models as a pool may have.
-    #[error("{limit} models are loaded, which is the limit; unload one first")]
+    #[error("{models} models are loaded, limit is {limit}; unload one first")]
     TooManyModels {
+        /// Loaded models.
+        models: usize,
         /// Most models.
         limit: usize,
     },
@@ -98,7 +100,7 @@ impl ServiceError for PoolError {
             Self::UnknownWorker(_) => Reason::WorkerNotFound,
             Self::UnknownModel(_) => Reason::ModelNotFound,
             Self::ModelExists(_) => Reason::ModelExists,
-            Self::TooManyModels { .. } => Reason::OutOfMemory,
+            Self::TooManyModels { .. } => Reason::TooManyModels,
             Self::TooManyLoads { .. } => Reason::QueueFull,
             Self::CallerLeft => Reason::Cancelled,
             Self::Refused(fault) => fault.reason,
@@ -114,14 +116,16 @@ impl ServiceError for PoolError {
     }
 
     fn metadata(&self) -> std::collections::HashMap<String, String> {
-        match self {
-            Self::Refused(fault) => fault.metadata(),
-            Self::TooManyLoads { depth, limit } => [("queue_depth", depth), ("queue_limit", limit)]
-                .into_iter()
-                .map(|(name, value)| (name.to_owned(), value.to_string()))
-                .collect(),
-            _ => std::collections::HashMap::new(),
-        }
+        let counts = match self {
+            Self::Refused(fault) => return fault.metadata(),
+            Self::TooManyLoads { depth, limit } => [("queue_depth", depth), ("queue_limit", limit)],
+            Self::TooManyModels { models, limit } => [("models", models), ("models_limit", limit)],
+            _ => return std::collections::HashMap::new(),
+        };
+        counts
+            .into_iter()
+            .map(|(name, count)| (name.to_owned(), count.to_string()))
+            .collect()
     }
 
     fn field(&self) -> Option<&str> {

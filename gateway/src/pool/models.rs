@@ -65,10 +65,10 @@ impl ModelList {
     }
 
     fn check_room(&self) -> Result<(), PoolError> {
-        if self.lock().len() >= MAX_RESIDENT_MODELS {
-            return Err(PoolError::TooManyModels {
-                limit: MAX_RESIDENT_MODELS,
-            });
+        let models = self.lock().len();
+        if models >= MAX_RESIDENT_MODELS {
+            let limit = MAX_RESIDENT_MODELS;
+            return Err(PoolError::TooManyModels { models, limit });
         }
         Ok(())
     }
@@ -322,5 +322,27 @@ mod tests {
         assert!(error.retry_delay().is_some());
         places.pop();
         assert!(list.queue().is_ok());
+    }
+
+    #[test]
+    fn few_models_are_resident() {
+        let list = ModelList::new(Vec::new());
+        for index in 0..MAX_RESIDENT_MODELS {
+            list.check_room().unwrap();
+            list.add(ModelSource {
+                name: format!("model {index}"),
+                path: "/nowhere/model.gguf".into(),
+            });
+        }
+        let error = list.check_room().unwrap_err();
+        assert_eq!(error.reason().name(), "TOO_MANY_MODELS");
+        assert_eq!(error.reason().code(), tonic::Code::ResourceExhausted);
+        assert_eq!(
+            error.to_string(),
+            "16 models are loaded, limit is 16; unload one first"
+        );
+        assert_eq!(error.metadata()["models_limit"], "16");
+        list.remove("model 3");
+        assert!(list.check_room().is_ok());
     }
 }

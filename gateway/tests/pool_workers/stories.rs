@@ -16,7 +16,7 @@ use crate::fake::{Manner, SLOW_LAYER, VOCAB_SIZE};
 use crate::house::{House, MODEL, STALL, decode_plan, exists, first_plan, signal, source};
 
 /// Every story and its name.
-pub(crate) const ALL: [(&str, fn()); 18] = [
+pub(crate) const ALL: [(&str, fn()); 19] = [
     ("plans_are_answered_in_order", || {
         run(plans_are_answered_in_order())
     }),
@@ -48,6 +48,9 @@ pub(crate) const ALL: [(&str, fn()); 18] = [
     }),
     ("a_stopped_worker_is_killed_and_replaced", || {
         run(a_stopped_worker())
+    }),
+    ("a_lease_does_not_wait_for_ever", || {
+        run(a_lease_does_not_wait_for_ever())
     }),
     ("a_slow_worker_is_not_dead", || {
         run(a_slow_worker_is_not_dead())
@@ -337,6 +340,31 @@ async fn a_stopped_worker() {
         .submit(successor, first_plan(1, 1, vec![1]))
         .unwrap();
     assert_eq!(house.result().await.sequence(), 1);
+    house.close().await;
+}
+
+async fn a_lease_does_not_wait_for_ever() {
+    let mut house = House::open_with(Manner::Honest, |config| {
+        config.timeouts.load = Duration::from_secs(2);
+        // Nothing else ends the wait.
+        config.timeouts.stall = Duration::from_secs(3600);
+    });
+    let (worker, _models) = house.ready().await;
+    signal(house.pid(), Signal::STOP);
+    // More than any segment has that the worker mapped before.
+    let lease = house.pool.lease(worker, 4 * 1024 * 1024);
+    let lease = tokio::time::timeout(Duration::from_secs(30), lease).await;
+    let error = lease.expect("the lease is given up").unwrap_err();
+    assert!(
+        matches!(
+            error,
+            PoolError::Unanswered {
+                call: "SegmentOffer",
+                ..
+            }
+        ),
+        "{error}"
+    );
     house.close().await;
 }
 
