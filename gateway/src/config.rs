@@ -9,11 +9,14 @@ use velox_proto::v1::Backend;
 
 use crate::error::GatewayError;
 use crate::listen::default_socket;
-use crate::pool::{LoadShape, MAX_RESIDENT_MODELS, ModelSource, PoolConfig};
+use crate::pool::{LoadShape, MAX_RESIDENT_MODELS, ModelSource, PoolConfig, WorkerProgram};
 use crate::scheduler::SchedulerConfig;
 
 /// Name of the worker's executable, beside ours.
 const WORKER_PROGRAM: &str = "velox-kernel-worker";
+
+/// The worker's executable with MLX, which need not be there.
+const MLX_WORKER_PROGRAM: &str = "velox-kernel-worker-mlx";
 
 /// Most rows of one worker: with a prompt they fill a plan.
 const MAX_ROWS: u32 = 255;
@@ -63,7 +66,8 @@ pub struct Arguments {
     /// Loopback address to listen on, or "none"
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:50151")]
     pub listen: String,
-    /// The worker's executable [default: velox-kernel-worker beside this one]
+    /// The worker's executable [default: velox-kernel-worker-mlx beside this one if it can be loaded, else
+    /// velox-kernel-worker]
     #[arg(long, value_name = "PATH")]
     pub worker_program: Option<PathBuf>,
     /// Requests that may wait
@@ -139,8 +143,10 @@ impl TryFrom<&Arguments> for Config {
             None => default_model_folder(),
         };
         let mut pool = PoolConfig::new(match &arguments.worker_program {
-            Some(program) => program.clone(),
-            None => beside_us(WORKER_PROGRAM)?,
+            Some(program) => WorkerProgram::given(program.clone()),
+            None => {
+                WorkerProgram::choose(beside_us(MLX_WORKER_PROGRAM)?, beside_us(WORKER_PROGRAM)?)
+            }
         });
         // An empty VELOX_MODEL is none.
         for model in arguments.models.iter().filter(|model| !model.is_empty()) {

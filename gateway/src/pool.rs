@@ -22,6 +22,7 @@ mod models;
 mod operations;
 pub mod plan;
 mod process;
+mod program;
 #[cfg(test)]
 pub(crate) mod scripted;
 mod session;
@@ -35,6 +36,7 @@ pub use event::{LoadEvent, LossCause, PoolEvent, SlotState, WorkerKey, WorkerSna
 pub use facts::{ModelFacts, WorkerFacts};
 pub use models::MAX_RESIDENT_MODELS;
 pub use plan::MAX_PLANS_IN_FLIGHT;
+pub use program::WorkerProgram;
 
 use std::sync::Arc;
 

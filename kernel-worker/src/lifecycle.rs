@@ -1,7 +1,9 @@
 //! From the inherited channels to the last plan.
 
+use std::io::Write as _;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -92,6 +94,23 @@ pub fn run(config: &Config, offers: Offers) -> Result<(), WorkerError> {
             }
         }
     })
+}
+
+/// Reports how a process ended, for people, and to whoever started it.
+#[must_use]
+pub fn exit_code_of(ended: &Result<(), WorkerError>) -> ExitCode {
+    let Err(error) = ended else {
+        return ExitCode::SUCCESS;
+    };
+    let mut text = format!("kernel worker: {error}");
+    let mut source = std::error::Error::source(error);
+    while let Some(cause) = source {
+        text.push_str(&format!(": {cause}"));
+        source = cause.source();
+    }
+    // Nobody is left to tell if even standard error is gone.
+    let _ = writeln!(std::io::stderr().lock(), "{text}");
+    ExitCode::from(2)
 }
 
 fn finished(

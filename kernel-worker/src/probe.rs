@@ -60,6 +60,7 @@ pub fn run(threads: NonZeroUsize, offers: Offers) -> ProbeReport {
                 backend: wire_backend(label).into(),
                 available: reason.is_empty(),
                 reason,
+                batch_invariant: probed.is_invariant_on(label),
             }
         })
         .collect();

@@ -5,6 +5,8 @@ use std::time::Duration;
 
 use velox_proto::v1;
 
+use super::program::WorkerProgram;
+
 /// Workers of a pool: one device, one process; more only where several devices or tests want them.
 pub const DEFAULT_WORKERS: usize = 1;
 
@@ -181,8 +183,8 @@ impl Failures {
 /// How to run a pool.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PoolConfig {
-    /// The executable `velox-kernel-worker`.
-    pub worker_program: PathBuf,
+    /// The executable of the workers.
+    pub worker_program: WorkerProgram,
     /// Number of slots: processes that run at a time.
     pub workers: usize,
     /// Threads of each worker; `None` = the worker decides.
@@ -208,7 +210,7 @@ pub struct PoolConfig {
 impl PoolConfig {
     /// Makes the configuration of a pool of one worker without models.
     #[must_use]
-    pub fn new(worker_program: PathBuf) -> Self {
+    pub fn new(worker_program: WorkerProgram) -> Self {
         Self {
             worker_program,
             workers: DEFAULT_WORKERS,

@@ -309,6 +309,7 @@ impl Shared {
 mod tests {
     use velox_proto::error::{Reason, ServiceError as _};
 
+    use super::super::config::LoadShape;
     use super::*;
 
     #[test]
@@ -332,6 +333,7 @@ mod tests {
             list.add(ModelSource {
                 name: format!("model {index}"),
                 path: "/nowhere/model.gguf".into(),
+                shape: LoadShape::default(),
             });
         }
         let error = list.check_room().unwrap_err();

@@ -51,7 +51,11 @@ impl WorkerProcess {
     ) -> io::Result<Spawned> {
         let (control, control_of_worker) = channel()?;
         let (step, step_of_worker) = channel()?;
-        let mut command = Command::new(&config.worker_program);
+        let program = &config.worker_program;
+        let mut command = Command::new(&program.path);
+        if let Some(why) = &program.why_no_mlx {
+            command.arg("--why-no-mlx").arg(why);
+        }
         if let Some(threads) = config.threads_per_worker {
             command.arg("--threads").arg(threads.to_string());
         }

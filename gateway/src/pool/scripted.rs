@@ -36,6 +36,7 @@ impl ScriptedWorker {
                 backend: backend.into(),
                 available: true,
                 reason: String::new(),
+                ..v1::BackendCapability::default()
             }],
             ..wire::WorkerFacts::default()
         };

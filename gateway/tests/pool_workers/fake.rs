@@ -371,6 +371,7 @@ impl WorkerControlService for Control {
             backend: backend.into(),
             available,
             reason: String::new(),
+            ..v1::BackendCapability::default()
         };
         let facts = wire::WorkerFacts {
             protocol_min: if is(Manner::Foreign) { 1000 } else { 1 },

@@ -8,7 +8,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use velox_gateway::pool::{
     AttestedResult, LoadShape, LossCause, ModelFacts, ModelSource, Pool, PoolConfig, PoolEvent,
-    PoolTimeouts, RestartPolicy, WorkerKey,
+    PoolTimeouts, RestartPolicy, WorkerKey, WorkerProgram,
 };
 use velox_proto::worker::v1 as wire;
 
@@ -58,7 +58,7 @@ impl House {
                 max: Duration::from_millis(400),
                 ..RestartPolicy::default()
             },
-            ..PoolConfig::new(program)
+            ..PoolConfig::new(WorkerProgram::given(program))
         };
         change(&mut config);
         let (tracker, shutdown) = (TaskTracker::new(), CancellationToken::new());

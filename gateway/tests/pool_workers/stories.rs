@@ -295,7 +295,7 @@ async fn restarted_ever_later() {
 
 async fn a_program_that_is_missing() {
     let mut house = House::open_with(Manner::Honest, |config| {
-        config.worker_program.set_file_name("missing");
+        config.worker_program.path.set_file_name("missing");
     });
     let cause = house.lost().await;
     assert!(matches!(cause, LossCause::SpawnFailed(_)), "{cause}");

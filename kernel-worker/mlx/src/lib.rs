@@ -3,7 +3,7 @@
 //! * [`transcode`]: GGUF blocks in MLX's affine layout; needs no MLX.
 #![cfg_attr(
     feature = "mlx",
-    doc = "* [`ffi`]: the calls of MLX; [`backend`]: the stages over them, with [`weights`] and [`cache`]."
+    doc = "* [`ffi`]: the calls of MLX; [`backend`]: the stages over them, with [`weights`] and [`cache`]; [`offers`]: what a worker gets."
 )]
 
 pub mod transcode;
@@ -14,5 +14,7 @@ pub mod backend;
 pub mod cache;
 #[cfg(feature = "mlx")]
 pub mod ffi;
+#[cfg(feature = "mlx")]
+pub mod offers;
 #[cfg(feature = "mlx")]
 pub mod weights;

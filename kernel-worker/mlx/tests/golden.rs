@@ -34,10 +34,6 @@ struct Undisturbed;
 
 impl Progress for Undisturbed {
     fn layer_done(&self) {}
-
-    fn is_cancelled(&self) -> bool {
-        false
-    }
 }
 
 fn lines(content: &str) -> Vec<Value> {

@@ -17,6 +17,7 @@ fn facts() -> WorkerFacts {
         backend: backend.into(),
         available,
         reason: String::new(),
+        ..v1::BackendCapability::default()
     };
     let op = |op: &str, available| v1::OpCapability {
         op: op.to_owned(),

@@ -12,6 +12,7 @@ fn worker() -> WorkerFacts {
             backend: v1::Backend::Cpu.into(),
             available: true,
             reason: String::new(),
+            ..v1::BackendCapability::default()
         }],
         ..Default::default()
     };

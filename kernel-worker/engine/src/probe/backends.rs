@@ -116,6 +116,12 @@ impl ProbedBackends {
             && started.all(|(label, _)| self.batch_invariant.contains(label))
     }
 
+    /// Returns whether that held on one backend.
+    #[must_use]
+    pub fn is_invariant_on(&self, label: BackendLabel) -> bool {
+        self.batch_invariant.contains(&label)
+    }
+
     /// Returns why a backend may not run a model of the named block types; `None` if every stage that such a model
     /// needs came out right.
     #[must_use]

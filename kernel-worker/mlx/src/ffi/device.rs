@@ -14,6 +14,15 @@ use super::tensor::{Dtype, Tensor, evaluate};
 pub trait MlxDevice: Device + sealed::Witness + std::fmt::Debug + 'static {
     /// How it gets along with elements of 16 bits.
     const HALF_PRECISION: HalfPrecision;
+
+    /// Returns what MLX calls the device; `None` = the processor.
+    #[must_use]
+    fn name() -> Option<String> {
+        match Self::KIND {
+            DeviceType::Cpu => None,
+            DeviceType::Gpu => Some(mlx_rs::Device::gpu().to_string()),
+        }
+    }
 }
 
 /// Whether a device computes in 16 bits.

@@ -44,6 +44,7 @@ impl Service {
                 backend: v1::Backend::MlxCpu.into(),
                 available: false,
                 reason: "a fake has no MLX".to_owned(),
+                ..v1::BackendCapability::default()
             },
         ];
         if self.behaviour.mode == Mode::ImpossibleBackend {
@@ -63,6 +64,7 @@ fn available(backend: v1::Backend) -> v1::BackendCapability {
         backend: backend.into(),
         available: true,
         reason: String::new(),
+        ..v1::BackendCapability::default()
     }
 }
 
