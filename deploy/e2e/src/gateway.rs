@@ -38,12 +38,27 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Plans a gateway with one real worker that computes with one thread on the given backend.
+    /// Plans a gateway with one real worker, the plain one, that computes with one thread on the given backend.
     ///
     /// # Errors
     /// If a program is missing.
     pub fn real(model: &Path, backend: &str) -> anyhow::Result<Self> {
-        program("velox-kernel-worker")?;
+        Self::real_with(model, backend, &program("velox-kernel-worker")?)
+    }
+
+    /// The same with another executable of the worker.
+    ///
+    /// # Errors
+    /// If a program is missing.
+    pub fn real_with(model: &Path, backend: &str, worker: &Path) -> anyhow::Result<Self> {
+        Ok(Self::real_choosing(model, backend)?.argument("--worker-program", worker))
+    }
+
+    /// The same with the executable that the gateway chooses.
+    ///
+    /// # Errors
+    /// If a program is missing.
+    pub fn real_choosing(model: &Path, backend: &str) -> anyhow::Result<Self> {
         let mut source = model.as_os_str().to_owned();
         source.push(format!("={MODEL}"));
         let plan = Self::bare(program("velox-gateway")?)?;

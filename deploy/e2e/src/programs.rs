@@ -25,18 +25,29 @@ pub fn program(name: &str) -> anyhow::Result<PathBuf> {
     Ok(path)
 }
 
+/// Returns the path of a program that a plain build lacks, or says loudly that the test is skipped.
+#[must_use]
+pub fn optional_program(name: &str) -> Option<PathBuf> {
+    let found = program(name).ok();
+    if found.is_none() {
+        skipped(&format!("{name} was not built"));
+    }
+    found
+}
+
+/// Written past the capture of the test harness: a skipped test must be seen.
+fn skipped(why: &str) {
+    use std::io::Write as _;
+    let test = std::thread::current().name().unwrap_or("a test").to_owned();
+    let _ = writeln!(std::io::stderr().lock(), "SKIPPED: {test}: {why}");
+}
+
 /// Returns the real model's file, or says loudly that the test is skipped.
 #[must_use]
 pub fn real_model() -> Option<PathBuf> {
     let path = std::env::var_os("VELOX_TEST_MODEL").filter(|path| !path.is_empty());
     if path.is_none() {
-        use std::io::Write as _;
-        let test = std::thread::current().name().unwrap_or("a test").to_owned();
-        // Written past the capture of the test harness: a skipped test must be seen.
-        let _ = writeln!(
-            std::io::stderr().lock(),
-            "SKIPPED: {test}: VELOX_TEST_MODEL not set"
-        );
+        skipped("VELOX_TEST_MODEL not set");
     }
     path.map(PathBuf::from)
 }
