@@ -157,7 +157,7 @@ impl Pool {
     /// Progress that nobody takes is dropped.
     ///
     /// # Errors
-    /// [`PoolError::ModelExists`] if the name belongs to another file, [`PoolError::TooManyModels`] and
+    /// [`PoolError::ModelExists`] if the name belongs to another file or to other options, [`PoolError::TooManyModels`] and
     /// [`PoolError::TooManyLoads`] above the limits, else the first worker's refusal: then
     /// no worker keeps the model.
     pub async fn load_model(

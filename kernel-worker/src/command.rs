@@ -48,13 +48,6 @@ pub enum Command {
         /// Outputs.
         reply: Reply<v1::RunOpResponse>,
     },
-    /// Unmaps segments.
-    Release {
-        /// Their numbers.
-        segments: Vec<u64>,
-        /// When done.
-        reply: Reply<()>,
-    },
     /// Refuses plans from now on.
     Drain {
         /// Rows still open.

@@ -168,16 +168,6 @@ impl WorkerControlService for ControlService {
             .map(Response::new)
     }
 
-    async fn release(
-        &self,
-        request: Request<wire::ReleaseRequest>,
-    ) -> Result<Response<wire::ReleaseResponse>, Status> {
-        let segments = request.into_inner().segments;
-        self.ask(|reply| Command::Release { segments, reply })
-            .await?;
-        Ok(Response::new(wire::ReleaseResponse {}))
-    }
-
     async fn drain(
         &self,
         _request: Request<wire::DrainRequest>,

@@ -261,10 +261,6 @@ impl TensorThread {
             Command::RunOp { request, reply } => {
                 let _ = reply.send(run_op::run(request, &self.memory, &self.kernels));
             }
-            Command::Release { segments, reply } => {
-                self.memory.release(&segments);
-                let _ = reply.send(Ok(()));
-            }
             Command::Drain { reply } => {
                 self.draining = true;
                 let _ = reply.send(Ok(self.residents.open_rows()));

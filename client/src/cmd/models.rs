@@ -112,6 +112,7 @@ fn show(models: &[Model], output: Output) -> std::io::Result<()> {
                         model.weight_bytes.to_string(),
                         model.context_length.to_string(),
                         model.tensor_types.join(","),
+                        remarks(model),
                     ]
                 })
                 .collect();
@@ -123,10 +124,23 @@ fn show(models: &[Model], output: Output) -> std::io::Result<()> {
                 "WEIGHT BYTES",
                 "CONTEXT",
                 "TYPES",
+                "REMARKS",
             ];
             output.text(&table(&header, &rows))
         }
     }
+}
+
+/// Says what is not as the file and the policy `auto` would have it.
+fn remarks(model: &Model) -> String {
+    let mut remarks = Vec::new();
+    if !model.quantized_to.is_empty() {
+        remarks.push(format!("quantised to {} at load", model.quantized_to));
+    }
+    if !model.fallback_reason.is_empty() {
+        remarks.push(format!("fallback: {}", model.fallback_reason));
+    }
+    remarks.join("; ")
 }
 
 fn model_json(model: &Model) -> Value {
@@ -157,4 +171,23 @@ fn model_json(model: &Model) -> Value {
             "value_bytes_per_token": kv.value_bytes_per_token,
         },
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_says_what_was_done_to_a_model_and_why_it_runs_on_a_weaker_backend() {
+        assert_eq!(remarks(&Model::default()), "");
+        let model = Model {
+            quantized_to: "Q4_1".to_owned(),
+            fallback_reason: "CPU: its probe is off".to_owned(),
+            ..Model::default()
+        };
+        assert_eq!(
+            remarks(&model),
+            "quantised to Q4_1 at load; fallback: CPU: its probe is off"
+        );
+    }
 }

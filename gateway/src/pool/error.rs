@@ -32,8 +32,8 @@ pub enum PoolError {
     /// No worker has a model of that name.
     #[error("model {0:?} is not loaded")]
     UnknownModel(String),
-    /// The name belongs to another file.
-    #[error("name {0:?} is taken by another model")]
+    /// The name belongs to another file, or to the same one loaded with other options.
+    #[error("name {0:?} is taken by another model, or by this one with other options")]
     ModelExists(String),
     /// As many models as a pool may have.
     #[error("{models} models are loaded, limit is {limit}; unload one first")]

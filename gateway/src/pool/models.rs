@@ -106,7 +106,7 @@ impl Shared {
             changing = self.models.changes.lock() => changing,
         };
         if let Some(present) = self.models.find(&source.name) {
-            if present.path != source.path {
+            if present != source {
                 return Err(PoolError::ModelExists(source.name));
             }
             if let Ok((_live, facts)) = self.worker_with(&source.name) {

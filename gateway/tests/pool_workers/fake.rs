@@ -478,13 +478,6 @@ impl WorkerControlService for Control {
         }))
     }
 
-    async fn release(
-        &self,
-        _request: Request<wire::ReleaseRequest>,
-    ) -> Result<Response<wire::ReleaseResponse>, Status> {
-        Ok(Response::new(wire::ReleaseResponse {}))
-    }
-
     async fn drain(
         &self,
         _request: Request<wire::DrainRequest>,

@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use tokio::sync::mpsc;
 use velox_gateway::pool::{
-    LossCause, MAX_RESIDENT_MODELS, PoolError, PoolEvent, SlotState, Violation, WorkerKey,
+    LoadShape, LossCause, MAX_RESIDENT_MODELS, ModelSource, PoolError, PoolEvent, SlotState,
+    Violation, WorkerKey,
 };
 use velox_proto::error::{Reason, ServiceError as _};
 use velox_proto::tensor::DType;
@@ -417,6 +418,16 @@ async fn models_come_and_go() {
     assert_eq!(again, facts);
     let taken = load("second", "other.gguf").await.unwrap_err();
     assert_eq!(taken.reason(), Reason::ModelExists);
+    // Other weights of the same file are another model.
+    let quantised = ModelSource {
+        shape: LoadShape {
+            quantize_bits: Some(4),
+            ..LoadShape::default()
+        },
+        ..source("second", "second.gguf")
+    };
+    let taken = house.pool.load_model(quantised, progress.clone());
+    assert_eq!(taken.await.unwrap_err().reason(), Reason::ModelExists);
     let damaged = load("third", "damaged.gguf").await.unwrap_err();
     assert_eq!(damaged.reason(), Reason::InvalidModel);
     let event = house.event().await;

@@ -3,6 +3,8 @@
 //! A backend offers a stage for a block type only if its case ran on this machine and came out right.
 
 mod backends;
+#[cfg(test)]
+mod crooked;
 mod invariance;
 
 use velox_kernels::block::BlockType;
@@ -423,8 +425,21 @@ const fn scale_offsets(block_type: BlockType) -> &'static [usize] {
 mod tests {
     use velox_kvcache::PageBudget;
 
+    use super::crooked::{Crooked, Fault};
     use super::*;
     use crate::backend::reference::ReferenceBackend;
+
+    #[test]
+    fn a_wrong_stage_is_found_for_every_type_and_no_other_stage_is_blamed() {
+        let budget = PageBudget::new(1 << 20);
+        let mut backend = Crooked::new(Fault::HeadIsOff, &budget);
+        let mut oracle = ReferenceBackend::new(1, budget);
+        for case in ProbeCase::all() {
+            let outcome = case.run(&mut backend, &mut oracle).unwrap();
+            assert_eq!(outcome.is_right(), case.stage != Stage::Head, "{case:?}");
+            assert_eq!(outcome.fault().is_some(), case.stage == Stage::Head);
+        }
+    }
 
     #[test]
     fn the_reference_agrees_with_itself_in_every_case() {

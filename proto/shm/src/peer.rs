@@ -41,13 +41,6 @@ impl PeerSegments {
         Ok(())
     }
 
-    /// Unmaps segments; unknown numbers are ignored.
-    pub fn release(&mut self, ids: &[u64]) {
-        for id in ids {
-            self.segments.remove(id);
-        }
-    }
-
     /// Copies a tensor out, from its first to its last element (gaps between strided elements included).
     ///
     /// # Errors

@@ -160,6 +160,7 @@ mod tests {
     use velox_kernels::cpu::CpuKernelSet;
     use velox_kvcache::PageBudget;
 
+    use super::super::crooked::{Crooked, Fault};
     use super::*;
     use crate::backend::cpu::CpuBackend;
     use crate::backend::reference::ReferenceBackend;
@@ -171,5 +172,15 @@ mod tests {
         assert!(is_batch_invariant(&mut reference).unwrap());
         let mut cpu = CpuBackend::new(CpuKernelSet::detect(), 2, budget).unwrap();
         assert!(is_batch_invariant(&mut cpu).unwrap());
+    }
+
+    #[test]
+    fn a_backend_that_looks_at_the_whole_batch_is_found_out() {
+        let budget = PageBudget::new(1 << 24);
+        let probe = |fault| is_batch_invariant(&mut Crooked::new(fault, &budget)).unwrap();
+        assert!(probe(Fault::None));
+        // The same error everywhere is wrong, but invariant.
+        assert!(probe(Fault::HeadIsOff));
+        assert!(!probe(Fault::BatchLeaks));
     }
 }

@@ -190,13 +190,6 @@ impl WorkerControlService for Service {
         Err(Status::unimplemented("a fake has no ops"))
     }
 
-    async fn release(
-        &self,
-        _request: Request<wire::ReleaseRequest>,
-    ) -> Result<Response<wire::ReleaseResponse>, Status> {
-        Ok(Response::new(wire::ReleaseResponse {}))
-    }
-
     async fn drain(
         &self,
         _request: Request<wire::DrainRequest>,
