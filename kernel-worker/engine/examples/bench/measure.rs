@@ -1,7 +1,4 @@
-//! Speed of the engine alone, in this process: what the service around it is compared to.
-//!
-//! `bench MODEL [auto|reference|cpu] [THREADS] [RUNS]`: each run prefills 512 tokens into a fresh row and decodes 128,
-//! one a plan. The table on standard output has the median and the range of the runs.
+//! The measurement that benches of all executables share.
 
 use std::error::Error;
 use std::io::Write;
@@ -9,12 +6,10 @@ use std::path::Path;
 use std::time::Instant;
 
 use velox_engine::load::{LoadOptions, load};
-use velox_engine::probe::ProbedBackends;
 use velox_engine::sampler::SamplingParameters;
 use velox_engine::step::{
-    DecodeRow, OpenRow, PrefillChunk, PrefillGoal, Progress, RowId, Runner, StepPlan,
+    DecodeRow, OpenRow, PrefillChunk, PrefillGoal, Progress, RowId, Runner, StepPlan, Ticket,
 };
-use velox_kernels::label::BackendLabel;
 
 const PROMPT_TOKENS: u16 = 512;
 const OUTPUT_TOKENS: u16 = 128;
@@ -25,28 +20,10 @@ impl Progress for Undisturbed {
     fn layer_done(&self) {}
 }
 
-fn main() -> Result<(), Box<dyn Error>> {
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let argument = |place: usize| arguments.get(place).map(String::as_str);
-    let path = argument(0).ok_or("usage: bench MODEL [auto|reference|cpu] [THREADS] [RUNS]")?;
-    let backend = match argument(1).unwrap_or("auto") {
-        "auto" => None,
-        "reference" => Some(BackendLabel::Reference),
-        "cpu" => Some(BackendLabel::Cpu),
-        other => return Err(format!("backend {other:?} is none of auto, reference, cpu").into()),
-    };
-    let threads: usize = argument(2).unwrap_or("2").parse()?;
-    let runs: u64 = argument(3).unwrap_or("3").parse()?;
-    let options = LoadOptions {
-        backend,
-        threads,
-        cache_limit_bytes: 1 << 30,
-        quantise: None,
-        max_context: None,
-        probed: ProbedBackends::of_the_host(threads),
-    };
+/// Loads a model, runs it `runs` times and prints the table.
+pub(crate) fn bench(path: &Path, options: &LoadOptions, runs: u64) -> Result<(), Box<dyn Error>> {
     let begun = Instant::now();
-    let mut model = load(Path::new(path), &options, &mut |_| {})?;
+    let mut model = load(path, options, &mut |_| {})?;
     let load_ms = begun.elapsed().as_secs_f64() * 1e3;
     let vocab_size = u32::try_from(model.facts.spec.vocab_size)?;
     // Any tokens do: the work does not depend on them.
@@ -63,8 +40,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut out = std::io::stdout().lock();
     writeln!(
         out,
-        "backend {}  threads {threads}  load {load_ms:.0} ms",
-        model.facts.backend
+        "backend {} ({})  threads {}  load {load_ms:.0} ms",
+        model.facts.backend, model.facts.kernel, options.threads
     )?;
     writeln!(
         out,
@@ -121,6 +98,8 @@ fn measure(
     execute(runner, plan)?;
     let prefill_s = begun.elapsed().as_secs_f64();
     let begun = Instant::now();
+    // One plan ahead, as the gateway does it.
+    let mut waiting = None;
     for _ in 0..OUTPUT_TOKENS {
         let plan = StepPlan {
             decode: vec![DecodeRow {
@@ -130,7 +109,13 @@ fn measure(
             }],
             ..StepPlan::default()
         };
-        execute(runner, plan)?;
+        let ticket = runner.submit(plan, &Undisturbed)?;
+        if let Some(earlier) = waiting.replace(ticket) {
+            collect(runner, earlier)?;
+        }
+    }
+    if let Some(last) = waiting {
+        collect(runner, last)?;
     }
     let decode_s = begun.elapsed().as_secs_f64();
     execute(
@@ -145,6 +130,10 @@ fn measure(
 
 fn execute(runner: &mut dyn Runner, plan: StepPlan) -> Result<(), Box<dyn Error>> {
     let ticket = runner.submit(plan, &Undisturbed)?;
+    collect(runner, ticket)
+}
+
+fn collect(runner: &mut dyn Runner, ticket: Ticket) -> Result<(), Box<dyn Error>> {
     for row in runner.collect(ticket)?.rows {
         row.result?;
     }
