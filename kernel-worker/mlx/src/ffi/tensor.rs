@@ -166,8 +166,18 @@ impl Tensor {
                 bytes.len()
             )));
         }
-        // SAFETY: the bytes are as many as the shape needs, checked above; MLX copies them during the call and reads
-        // them by memcpy, so their alignment does not matter.
+        // What lies in a mapped file need not be aligned, and MLX reads whole elements.
+        let mut words = Vec::new();
+        let bytes = if bytes.as_ptr().align_offset(dtype.bytes()) == 0 {
+            bytes
+        } else {
+            words.resize(bytes.len().div_ceil(size_of::<u32>()), 0_u32);
+            let copy = &mut bytemuck::cast_slice_mut::<u32, u8>(&mut words)[..bytes.len()];
+            copy.copy_from_slice(bytes);
+            copy
+        };
+        // SAFETY: the bytes are as many as the shape needs and aligned for their type, both checked above, and MLX
+        // copies them during the call.
         let array = unsafe { Array::from_raw_data(bytes.as_ptr().cast(), &axes, dtype.of_mlx()) };
         Ok(Self(array))
     }
