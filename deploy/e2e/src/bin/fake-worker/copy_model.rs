@@ -134,6 +134,28 @@ impl CopyModel {
             row: decode.row,
             ..wire::RowResult::default()
         };
+        let guesses = decode
+            .draft_token_ids
+            .iter()
+            .copied()
+            .map(Some)
+            .chain([None]);
+        if !decode.draft_token_ids.is_empty() {
+            (passes.forward, passes.head, passes.sample) = (
+                passes.forward.max(1),
+                passes.head.max(1),
+                passes.sample.max(1),
+            );
+            for guess in guesses {
+                let token = row.sample();
+                let id = token.token_id;
+                result.tokens.push(token);
+                if guess != Some(id) || row.end_token_ids.contains(&id) {
+                    break;
+                }
+            }
+            return row.account(result);
+        }
         for step in 1..=u64::from(decode.steps) {
             let token = row.sample();
             let ends = row.end_token_ids.contains(&token.token_id);
