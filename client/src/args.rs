@@ -412,6 +412,12 @@ mod tests {
         for typed in [
             &["velox-client", "chat", "a", "--prompt", "b"][..],
             &["velox-client", "tokenize"],
+            &["velox-client", "chat", "a", "--ngram-n", "2"],
+            &["velox-client", "chat", "a", "--ngram-k", "2"],
+            &["velox-client", "chat", "a", "--ngram", "--ngram-n", "9"],
+            &["velox-client", "chat", "a", "--ngram", "--ngram-k", "33"],
+            &["velox-client", "chat", "a", "--tokens-per-eval", "33"],
+            &["velox-client", "chat", "a", "--tokens-per-eval", "0"],
             &["velox-client", "--local", "--endpoint", "unix:/x", "status"],
             &["velox-client", "--endpoint", "https://x", "status"],
             &["velox-client", "eval", "--text", "t", "--max-windows", "0"],

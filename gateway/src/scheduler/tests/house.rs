@@ -391,33 +391,21 @@ impl House {
                 results.push(failed(decode.row));
                 continue;
             };
-            if !decode.draft_token_ids.is_empty() {
-                assert_eq!((decode.steps, decode.token), (1, tokens.last().copied()));
-                let ends = self.pool.end_tokens(decode.row);
-                let mut sampled = Vec::new();
-                for guess in decode
-                    .draft_token_ids
-                    .iter()
-                    .copied()
-                    .map(Some)
-                    .chain([None])
-                {
-                    let token = next_token(tokens);
-                    tokens.push(token);
-                    sampled.push(token);
-                    if guess != Some(token) || ends.contains(&token) {
-                        break;
-                    }
-                }
-                results.push(row_result(decode.row, sampled));
-                continue;
-            }
-            let sampled = (0..decode.steps).map(|_step| {
+            let draft = &decode.draft_token_ids;
+            let ends = self.pool.end_tokens(decode.row);
+            assert!(draft.is_empty() || decode.token == tokens.last().copied());
+            let steps = usize::try_from(decode.steps).unwrap() + draft.len();
+            let mut sampled = Vec::with_capacity(steps);
+            for step in 0..steps {
                 let token = next_token(tokens);
                 tokens.push(token);
-                token
-            });
-            results.push(row_result(decode.row, sampled.collect()));
+                sampled.push(token);
+                let guess = draft.get(step).copied();
+                if !draft.is_empty() && (guess != Some(token) || ends.contains(&token)) {
+                    break;
+                }
+            }
+            results.push(row_result(decode.row, sampled));
         }
         if results.is_empty() {
             self.idle_plans += 1;

@@ -134,23 +134,16 @@ impl CopyModel {
             row: decode.row,
             ..wire::RowResult::default()
         };
-        let guesses = decode
-            .draft_token_ids
-            .iter()
-            .copied()
-            .map(Some)
-            .chain([None]);
-        if !decode.draft_token_ids.is_empty() {
-            (passes.forward, passes.head, passes.sample) = (
-                passes.forward.max(1),
-                passes.head.max(1),
-                passes.sample.max(1),
-            );
-            for guess in guesses {
+        let draft = decode.draft_token_ids.as_slice();
+        if !draft.is_empty() {
+            passes.forward = passes.forward.max(1);
+            passes.head = passes.head.max(1);
+            passes.sample = passes.sample.max(1);
+            for place in 0..=draft.len() {
                 let token = row.sample();
                 let id = token.token_id;
                 result.tokens.push(token);
-                if guess != Some(id) || row.end_token_ids.contains(&id) {
+                if draft.get(place) != Some(&id) || row.end_token_ids.contains(&id) {
                     break;
                 }
             }
