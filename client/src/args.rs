@@ -229,6 +229,24 @@ pub(crate) struct Sampling {
     /// Drop the beginning of a prompt that is longer than the context
     #[arg(long)]
     pub(crate) truncate: bool,
+
+    /// Tokens that a worker computes at most before the gateway looks at them: the same answer, fewer round trips,
+    /// larger pieces [default: 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=32))]
+    pub(crate) tokens_per_eval: Option<u32>,
+
+    /// Check what followed earlier in prompt and answer as a draft: faster where text repeats, and the same answer
+    /// where logits do not depend on the batch (CPU, REFERENCE)
+    #[arg(long)]
+    pub(crate) ngram: bool,
+
+    /// Tokens that must have occurred before, exactly so many, for a draft
+    #[arg(long, value_name = "N", requires = "ngram", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=8))]
+    pub(crate) ngram_n: u32,
+
+    /// Longest draft
+    #[arg(long, value_name = "K", requires = "ngram", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=32))]
+    pub(crate) ngram_k: u32,
 }
 
 /// Arguments of `chat`.
@@ -394,6 +412,12 @@ mod tests {
         for typed in [
             &["velox-client", "chat", "a", "--prompt", "b"][..],
             &["velox-client", "tokenize"],
+            &["velox-client", "chat", "a", "--ngram-n", "2"],
+            &["velox-client", "chat", "a", "--ngram-k", "2"],
+            &["velox-client", "chat", "a", "--ngram", "--ngram-n", "9"],
+            &["velox-client", "chat", "a", "--ngram", "--ngram-k", "33"],
+            &["velox-client", "chat", "a", "--tokens-per-eval", "33"],
+            &["velox-client", "chat", "a", "--tokens-per-eval", "0"],
             &["velox-client", "--local", "--endpoint", "unix:/x", "status"],
             &["velox-client", "--endpoint", "https://x", "status"],
             &["velox-client", "eval", "--text", "t", "--max-windows", "0"],

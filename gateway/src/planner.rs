@@ -28,6 +28,8 @@ pub struct PlanLimits {
     pub sole_chunk_tokens: u32,
     /// Most decode rows of a plan.
     pub decode_rows: usize,
+    /// Most draft tokens of a plan: like a chunk, they make everybody's pass longer.
+    pub draft_tokens: u32,
 }
 
 impl Default for PlanLimits {
@@ -38,6 +40,7 @@ impl Default for PlanLimits {
             sole_chunk_tokens: 512,
             // One place is left for the prompt.
             decode_rows: velox_proto::limits::MAX_PLAN_ROWS - 1,
+            draft_tokens: 64,
         }
     }
 }
@@ -49,7 +52,7 @@ pub enum Goal {
     Generate {
         /// Outputs that no plan asked for yet.
         left: u32,
-        /// More than 1 only if nobody must look at a token before the next one is computed.
+        /// More than 1 only if nobody minds that tokens past an end are computed for nothing.
         steps: u32,
     },
     /// It is done.
@@ -74,6 +77,18 @@ pub enum Reader {
     Behind,
 }
 
+/// What a row that decodes is fed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Source {
+    /// Its own last sample, whatever it is: a plan may go out before the last result is read.
+    OwnSample,
+    /// Its last sample and a draft of so many tokens, which depends on the last result: the row waits for it.
+    Draft {
+        /// 0 = there is no guess; the step is a plain one.
+        tokens: u32,
+    },
+}
+
 /// A row on the worker, as of the last plan that was sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowView {
@@ -87,6 +102,8 @@ pub struct RowView {
     pub unfed: u32,
     /// What comes after them.
     pub goal: Goal,
+    /// What it is fed then.
+    pub source: Source,
     /// Whether it may share a plan.
     pub company: Company,
     /// Whether its reader keeps up.
@@ -99,7 +116,17 @@ impl RowView {
     /// Returns whether a plan can contain it now.
     fn is_runnable(&self) -> bool {
         let has_work = self.unfed > 0 || matches!(self.goal, Goal::Generate { left: 1.., .. });
-        self.reader == Reader::Ready && has_work
+        self.reader == Reader::Ready && has_work && !self.awaits_result()
+    }
+
+    /// Returns whether it decodes from drafts.
+    fn is_drafting(&self) -> bool {
+        self.unfed == 0 && matches!(self.source, Source::Draft { .. })
+    }
+
+    /// Returns whether its next draft depends on a result that is not there.
+    fn awaits_result(&self) -> bool {
+        self.is_drafting() && self.in_flight > 0
     }
 }
 
@@ -116,13 +143,15 @@ pub struct Chunk {
     pub last: bool,
 }
 
-/// Further tokens of a row, each from the row's own last sample.
+/// Further tokens of a row, each from the row's own last sample, or the check of a draft.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Decode {
     /// Its row.
     pub row: RowId,
-    /// Tokens to generate, at least 1.
+    /// Tokens to generate, at least 1; exactly 1 with a draft.
     pub steps: u32,
+    /// Tokens of its draft to check.
+    pub draft: u32,
 }
 
 /// Content of the next plan of a worker.
@@ -145,7 +174,8 @@ impl Decision {
 /// Decides what a worker computes next; `rows` are in the order in which they were placed.
 ///
 /// Every row that can decode gets a token; one prompt, the oldest, gets a chunk. Models take turns. A suspect row
-/// runs alone: it waits until no plan in flight contains another row, and the others wait for it.
+/// runs alone: it waits until no plan in flight contains another row, and the others wait for it. Rows with drafts wait
+/// for their results, all of a model together, so that they go on sharing their passes; the others do not wait for them.
 #[must_use]
 pub fn decide(rows: &[RowView], worker: WorkerState, limits: &PlanLimits) -> Decision {
     if worker.uncollected >= limits.uncollected_plans {
@@ -171,7 +201,11 @@ pub fn decide(rows: &[RowView], worker: WorkerState, limits: &PlanLimits) -> Dec
     {
         return Decision::default();
     }
-    let runnable = || rows.iter().filter(|row| row.is_runnable());
+    let gathers = |row: &RowView| {
+        let awaited = |other: &RowView| other.model == row.model && other.awaits_result();
+        row.is_drafting() && rows.iter().any(awaited)
+    };
+    let runnable = || rows.iter().filter(|row| row.is_runnable() && !gathers(row));
     let after_last = runnable()
         .map(|row| row.model)
         .filter(|&model| model > worker.last_model)
@@ -185,14 +219,30 @@ pub fn decide(rows: &[RowView], worker: WorkerState, limits: &PlanLimits) -> Dec
 
 /// Makes a plan of runnable rows of one model.
 fn compose(rows: &[&RowView], limits: &PlanLimits) -> Decision {
-    let decoding: Vec<(RowId, u32, u32)> = rows
+    let mut draft_tokens = limits.draft_tokens;
+    // The row at most, and how many steps it wants.
+    let decoding: Vec<(Decode, u32)> = rows
         .iter()
         .filter(|row| row.unfed == 0)
         .filter_map(|row| match row.goal {
-            Goal::Generate { left, steps } => Some((row.id, left, steps)),
+            Goal::Generate { left, steps } => Some((row, left, steps)),
             Goal::Score => None,
         })
         .take(limits.decode_rows)
+        .map(|(row, left, steps)| {
+            let draft = match row.source {
+                Source::OwnSample => 0,
+                // Behind a draft that is right comes one token more.
+                Source::Draft { tokens } => tokens.min(left.saturating_sub(1)).min(draft_tokens),
+            };
+            draft_tokens -= draft;
+            let most = Decode {
+                row: row.id,
+                steps: left,
+                draft,
+            };
+            (most, if draft > 0 { 1 } else { steps })
+        })
         .collect();
     let chunk_tokens = if decoding.is_empty() {
         limits.sole_chunk_tokens
@@ -208,18 +258,18 @@ fn compose(rows: &[&RowView], limits: &PlanLimits) -> Decision {
             last: tokens == row.unfed,
         }
     });
-    // Several steps only if they keep nobody waiting: neither a reader of single tokens nor a prompt.
+    // Several steps only if they keep nobody waiting: neither a reader of single tokens, nor a draft, nor a prompt.
     let steps = match prefill {
         Some(_) => 1,
-        None => decoding.iter().map(|row| row.2).min().unwrap_or(1),
+        None => decoding.iter().map(|row| row.1).min().unwrap_or(1),
     };
     Decision {
         prefill,
         decode: decoding
             .into_iter()
-            .map(|(row, left, _)| Decode {
-                row,
-                steps: steps.clamp(1, left),
+            .map(|(most, _)| Decode {
+                steps: steps.clamp(1, most.steps),
+                ..most
             })
             .collect(),
     }

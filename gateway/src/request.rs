@@ -9,7 +9,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use velox_proto::limits::{
-    MAX_MESSAGE_BYTES, MAX_STOP_STRING_BYTES, MAX_STOP_STRINGS, MAX_TOKEN_LIST, MAX_TOP_LOGPROBS,
+    MAX_DECODE_STEPS, MAX_DRAFT_TOKENS, MAX_LOOKUP_NGRAM_TOKENS, MAX_MESSAGE_BYTES,
+    MAX_STOP_STRING_BYTES, MAX_STOP_STRINGS, MAX_TOKEN_LIST, MAX_TOP_LOGPROBS,
 };
 use velox_proto::v1::{self, Backend, KvGeometry};
 use velox_proto::worker::v1 as wire;
@@ -23,6 +24,12 @@ pub const DEFAULT_MAX_TOKENS: u32 = 512;
 
 /// Decode steps of one plan for a row that nobody watches token by token.
 const UNWATCHED_STEPS: u32 = 4;
+
+/// Length of the n-gram that a draft is looked up by, unless the caller says.
+const DEFAULT_NGRAM_TOKENS: u32 = 3;
+
+/// Longest draft, unless the caller says.
+const DEFAULT_DRAFT_TOKENS: u32 = 8;
 
 /// Room in a message for what travels beside logits.
 const LOGITS_MESSAGE_MARGIN_BYTES: usize = 4 * 1024 * 1024;
@@ -93,6 +100,14 @@ pub struct Generate {
     pub(crate) end_token_ids: BTreeSet<u32>,
     pub(crate) top_logprobs: Option<u32>,
     pub(crate) steps: u32,
+    pub(crate) prompt_lookup: Option<PromptLookup>,
+}
+
+/// How drafts are looked up in the tokens of a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PromptLookup {
+    pub(crate) ngram_tokens: usize,
+    pub(crate) max_draft_tokens: usize,
 }
 
 /// What is wanted of a given text.
@@ -177,11 +192,13 @@ impl ValidRequest {
             end_token_ids.extend(&model.end_token_ids);
         }
         let sampling = sampling::complete(model, parts.sampling.unwrap_or_default(), fresh_seed)?;
-        // A stop string is found by us, not by the worker: each token must be seen before many more are made.
-        let steps = match delivery {
-            Delivery::Whole if options.stop.is_empty() => UNWATCHED_STEPS,
-            Delivery::Whole | Delivery::Stream => 1,
+        // A stop string is found by us, not by the worker: unless told otherwise, each token is seen before more are made.
+        let steps = match (options.tokens_per_plan, delivery) {
+            (Some(steps), _) => within("generation.tokens_per_plan", steps, MAX_DECODE_STEPS)?,
+            (None, Delivery::Whole) if options.stop.is_empty() => UNWATCHED_STEPS,
+            (None, Delivery::Whole | Delivery::Stream) => 1,
         };
+        let prompt_lookup = options.prompt_lookup.map(prompt_lookup).transpose()?;
         let presentation = Presentation {
             model: Arc::clone(&model.name),
             stop: options.stop,
@@ -198,6 +215,7 @@ impl ValidRequest {
             end_token_ids,
             top_logprobs,
             steps,
+            prompt_lookup,
         });
         Ok(Self {
             job: Job::new(model, prompt, max_tokens, policy, work),
@@ -466,6 +484,35 @@ fn top_logprobs(options: &v1::GenerationOptions) -> Result<Option<u32>, GatewayE
         ));
     }
     Ok(None)
+}
+
+fn prompt_lookup(wire: v1::PromptLookup) -> Result<PromptLookup, GatewayError> {
+    let ngram = wire.ngram_tokens.unwrap_or(DEFAULT_NGRAM_TOKENS);
+    let draft = wire.max_draft_tokens.unwrap_or(DEFAULT_DRAFT_TOKENS);
+    Ok(PromptLookup {
+        ngram_tokens: index(within(
+            "generation.prompt_lookup.ngram_tokens",
+            ngram,
+            MAX_LOOKUP_NGRAM_TOKENS,
+        )?),
+        max_draft_tokens: index(within(
+            "generation.prompt_lookup.max_draft_tokens",
+            draft,
+            MAX_DRAFT_TOKENS,
+        )?),
+    })
+}
+
+/// Refuses a number of tokens that is 0 or above its limit.
+fn within(field: &'static str, value: u32, limit: u32) -> Result<u32, GatewayError> {
+    if (1..=limit).contains(&value) {
+        return Ok(value);
+    }
+    let name = field.rsplit('.').next().unwrap_or(field);
+    Err(GatewayError::invalid(
+        field,
+        format!("{name} is {value}, must be 1 to {limit}"),
+    ))
 }
 
 fn check_top(field: &'static str, top: u32) -> Result<(), GatewayError> {

@@ -112,6 +112,9 @@ impl Generation {
         for (index, token) in step.tokens.into_iter().enumerate() {
             let id = token.token_id;
             self.account.token(step.at);
+            if index < step.accepted_drafts {
+                self.account.accepted_draft();
+            }
             self.note(token);
             // The token that ends the answer is counted and has no text.
             if let Some(RowEnd::EndToken(end)) = step.end

@@ -9,6 +9,7 @@
 //! to the front of the queue with their prompt and the tokens sent so far.
 
 mod actor;
+mod draft;
 mod handle;
 mod row;
 mod worker;

@@ -11,7 +11,9 @@ use velox_engine::step::{
     ScorePart, ScoredPosition, StepOutcome, StepPlan,
 };
 use velox_kernels::label::BackendLabel;
-use velox_proto::limits::{MAX_DECODE_STEPS, MAX_PLAN_ROWS, MAX_TOKEN_LIST, MAX_TOP_LOGPROBS};
+use velox_proto::limits::{
+    MAX_DECODE_STEPS, MAX_DRAFT_TOKENS, MAX_PLAN_ROWS, MAX_TOKEN_LIST, MAX_TOP_LOGPROBS,
+};
 use velox_proto::op::OpId;
 use velox_proto::tensor::{DType, TensorHandle};
 use velox_proto::v1;
@@ -234,10 +236,16 @@ fn decode_row(wire: wire::DecodeRow) -> Result<DecodeRow, WorkerError> {
             problem: format!("is {}, must be 1 to {MAX_DECODE_STEPS}", wire.steps),
         });
     }
+    bounded(
+        "decode.draft_token_ids",
+        wire.draft_token_ids.len(),
+        size(MAX_DRAFT_TOKENS),
+    )?;
     Ok(DecodeRow {
         row: RowId(wire.row),
         token: wire.token,
         steps: size(wire.steps),
+        draft: wire.draft_token_ids,
     })
 }
 

@@ -256,6 +256,7 @@ fn a_plan_generates_and_says_what_ran() {
             row: 1,
             token: None,
             steps: 2,
+            draft_token_ids: vec![],
         }],
         ..wire::StepPlan::default()
     });
@@ -298,6 +299,7 @@ fn a_broken_plan_fails_its_rows_and_nothing_else() {
             row: 2,
             token: None,
             steps: 1,
+            draft_token_ids: vec![],
         }],
         ..wire::StepPlan::default()
     });
@@ -308,6 +310,7 @@ fn a_broken_plan_fails_its_rows_and_nothing_else() {
             row: 1,
             token: None,
             steps: 1000,
+            draft_token_ids: vec![],
         }],
         ..wire::StepPlan::default()
     });

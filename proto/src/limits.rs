@@ -38,7 +38,13 @@ pub const MAX_STOP_STRING_BYTES: usize = 1024;
 pub const MAX_TOKEN_LIST: usize = 65_536;
 
 /// Most decode steps of a row in one plan.
-pub const MAX_DECODE_STEPS: u32 = 16;
+pub const MAX_DECODE_STEPS: u32 = 32;
+
+/// Most draft tokens of a row in one plan.
+pub const MAX_DRAFT_TOKENS: u32 = 32;
+
+/// Longest n-gram that a draft is looked up by.
+pub const MAX_LOOKUP_NGRAM_TOKENS: u32 = 8;
 
 /// Most rows of one plan.
 pub const MAX_PLAN_ROWS: usize = 256;

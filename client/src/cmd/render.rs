@@ -142,6 +142,8 @@ fn finish_json(finish: &Finish) -> Value {
             "recoveries": usage.recoveries,
             "truncated_tokens": usage.truncated_tokens,
             "replay": usage.replay,
+            "drafted_tokens": usage.drafted_tokens,
+            "accepted_draft_tokens": usage.accepted_draft_tokens,
         },
         "timings": {
             "queue_ms": timings.queue_ms,
@@ -232,6 +234,12 @@ fn summary(finish: &Finish) -> String {
             usage.recoveries
         ));
     }
+    if usage.drafted_tokens > 0 {
+        text.push_str(&format!(
+            "\n[{} of {} drafted tokens accepted]",
+            usage.accepted_draft_tokens, usage.drafted_tokens
+        ));
+    }
     if usage.truncated_tokens > 0 {
         text.push_str(&format!(
             "\n[dropped {} prompt tokens]",
@@ -264,6 +272,11 @@ pub(crate) fn generation_options(sampling: &Sampling) -> velox_proto::v1::Genera
         ignore_eos: sampling.ignore_eos,
         return_token_ids: sampling.token_ids,
         truncate_prompt: sampling.truncate,
+        tokens_per_plan: sampling.tokens_per_eval,
+        prompt_lookup: sampling.ngram.then_some(velox_proto::v1::PromptLookup {
+            ngram_tokens: Some(sampling.ngram_n),
+            max_draft_tokens: Some(sampling.ngram_k),
+        }),
         ..velox_proto::v1::GenerationOptions::default()
     }
 }

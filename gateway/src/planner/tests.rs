@@ -20,6 +20,7 @@ fn row(id: u64) -> RowView {
         position: 10,
         unfed: 0,
         goal: Goal::Generate { left: 9, steps: 1 },
+        source: Source::OwnSample,
         company: Company::Any,
         reader: Reader::Ready,
         in_flight: 0,
@@ -55,6 +56,7 @@ fn decode(ids: &[u64]) -> Vec<Decode> {
         .map(|&id| Decode {
             row: RowId(id),
             steps: 1,
+            draft: 0,
         })
         .collect()
 }
@@ -207,6 +209,123 @@ fn several_steps_only_when_they_keep_nobody_waiting() {
     assert_eq!(steps(&[patient(1, 9), prompt(2, 5)]), [1]);
 }
 
+/// A row with a draft.
+fn drafting(id: u64, left: u32, tokens: u32) -> RowView {
+    RowView {
+        goal: Goal::Generate { left, steps: 4 },
+        source: Source::Draft { tokens },
+        ..row(id)
+    }
+}
+
+/// Rows, with their steps and drafts.
+fn planned(rows: &[RowView], uncollected: usize) -> Vec<(u64, u32, u32)> {
+    let decision = decide(rows, state(uncollected), &PlanLimits::default());
+    let decode = decision.decode.iter();
+    decode
+        .map(|row| (row.row.0, row.steps, row.draft))
+        .collect()
+}
+
+#[test]
+fn drafts_fit_what_is_left_and_the_plan() {
+    let patient = |id| RowView {
+        goal: Goal::Generate { left: 9, steps: 4 },
+        ..row(id)
+    };
+    for (name, rows, expected) in [
+        ("a draft", vec![drafting(1, 90, 8)], vec![(1, 1, 8)]),
+        (
+            "one token more comes back",
+            vec![drafting(1, 5, 8)],
+            vec![(1, 1, 4)],
+        ),
+        (
+            "no room for a guess",
+            vec![drafting(1, 1, 8)],
+            vec![(1, 1, 0)],
+        ),
+        (
+            "without a guess as any row",
+            vec![drafting(1, 90, 0)],
+            vec![(1, 4, 0)],
+        ),
+        (
+            "several steps would keep a draft waiting",
+            vec![patient(1), drafting(2, 90, 8)],
+            vec![(1, 1, 0), (2, 1, 8)],
+        ),
+        (
+            "drafts share what a plan may hold",
+            vec![
+                drafting(1, 90, 32),
+                drafting(2, 90, 20),
+                drafting(3, 90, 32),
+            ],
+            vec![(1, 1, 32), (2, 1, 20), (3, 1, 12)],
+        ),
+    ] {
+        assert_eq!(planned(&rows, 0), expected, "{name}");
+    }
+}
+
+#[test]
+fn a_draft_waits_for_its_result_and_holds_up_nobody_else() {
+    let flying = |view: RowView| RowView {
+        in_flight: 1,
+        ..view
+    };
+    let of_other_model = |view: RowView| RowView {
+        model: ModelIndex(1),
+        ..view
+    };
+    let unread = RowView {
+        reader: Reader::Behind,
+        ..flying(drafting(1, 90, 8))
+    };
+    for (name, rows, expected) in [
+        (
+            "its result is not in",
+            vec![flying(drafting(1, 90, 8))],
+            vec![],
+        ),
+        (
+            "others are one plan ahead",
+            vec![flying(drafting(1, 90, 8)), flying(row(2))],
+            vec![(2, 1, 0)],
+        ),
+        (
+            "rows with drafts go together",
+            vec![flying(drafting(1, 90, 8)), drafting(2, 90, 8)],
+            vec![],
+        ),
+        (
+            "an unread one is awaited, too: its result comes all the same",
+            vec![unread, drafting(2, 90, 8)],
+            vec![],
+        ),
+        (
+            "of each model apart",
+            vec![
+                flying(drafting(1, 90, 8)),
+                of_other_model(drafting(2, 90, 8)),
+            ],
+            vec![(2, 1, 8)],
+        ),
+    ] {
+        assert_eq!(planned(&rows, 1), expected, "{name}");
+    }
+    // Chunks of its prompt need no result.
+    let filling = RowView {
+        unfed: 600,
+        in_flight: 1,
+        ..drafting(1, 90, 0)
+    };
+    let decision = decide(&[filling], state(1), &PlanLimits::default());
+    assert!(decision.prefill.is_some());
+    assert_eq!(planned(&[filling, drafting(2, 90, 3)], 1), [(2, 1, 3)]);
+}
+
 #[test]
 fn models_take_turns() {
     let of = |model, id| RowView {
@@ -232,7 +351,7 @@ fn any_row() -> impl Strategy<Value = RowView> {
         0_u32..2000,
         0_u32..6,
         0_u32..6,
-        0_u8..16,
+        0_u8..32,
         0_usize..3,
     )
         .prop_map(|(position, unfed, left, steps, flags, in_flight)| RowView {
@@ -244,6 +363,11 @@ fn any_row() -> impl Strategy<Value = RowView> {
                 Goal::Generate { left, steps }
             } else {
                 Goal::Score
+            },
+            source: if flags & 16 == 0 {
+                Source::OwnSample
+            } else {
+                Source::Draft { tokens: steps * 9 }
             },
             company: if flags & 12 == 4 {
                 Company::Alone
@@ -291,11 +415,22 @@ proptest! {
             prop_assert_eq!(row.unfed, 0);
             let Goal::Generate { left, .. } = row.goal else { panic!("a scored row decodes") };
             prop_assert!(decode.steps >= 1 && decode.steps <= left);
+            let Source::Draft { tokens } = row.source else {
+                prop_assert_eq!(decode.draft, 0);
+                continue;
+            };
+            prop_assert_eq!(row.in_flight, 0);
+            prop_assert!(decode.draft <= tokens && decode.draft < left);
+            prop_assert!(decode.draft == 0 || decision.decode.iter().all(|other| other.steps == 1));
         }
-        // Work conserving: without suspects a worker with a free place never idles beside a row that could run.
+        let drafted: u32 = decision.decode.iter().map(|decode| decode.draft).sum();
+        prop_assert!(drafted <= limits.draft_tokens);
+        // Work conserving: without suspects a worker with a free place never idles beside a row that could run; rows
+        // with drafts may wait for others of them, whose results are on their way.
         let runnable = rows.iter().any(RowView::is_runnable);
         let suspects = rows.iter().any(|row| row.company == Company::Alone);
-        if runnable && !suspects && uncollected < limits.uncollected_plans {
+        let awaited = rows.iter().any(RowView::awaits_result);
+        if runnable && !suspects && !awaited && uncollected < limits.uncollected_plans {
             prop_assert!(!decision.is_empty());
         }
     }

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use velox_proto::limits::{MAX_DECODE_STEPS, MAX_PLAN_ROWS};
+use velox_proto::limits::{MAX_DECODE_STEPS, MAX_DRAFT_TOKENS, MAX_PLAN_ROWS};
 use velox_proto::tensor::{DType, HandleError, TensorHandle};
 use velox_proto::worker::v1 as wire;
 
@@ -52,6 +52,18 @@ pub enum PlanError {
         /// Its steps.
         steps: u32,
     },
+    /// A draft that is too long, or goes with several steps or without the token before it.
+    #[error(
+        "row {row} has a draft of {tokens} tokens and {steps} steps; allowed are {MAX_DRAFT_TOKENS}, with 1 step and the token before them"
+    )]
+    Draft {
+        /// The row.
+        row: u64,
+        /// Length of its draft.
+        tokens: usize,
+        /// Its steps.
+        steps: u32,
+    },
     /// The chunk has no tokens, or tokens inline and in memory, or wants a sample and scores.
     #[error("prefill chunk is not valid: {0}")]
     Chunk(&'static str),
@@ -69,7 +81,7 @@ pub(super) struct RowTerms {
 }
 
 /// What a plan asks of one row.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Work {
     /// Tokens enter the cache, nothing comes back.
     Fill,
@@ -84,6 +96,8 @@ pub(super) enum Work {
     },
     /// Up to `steps` tokens come back.
     Decode { steps: u32 },
+    /// One pass checks the draft; its right tokens come back and one more.
+    Verify { draft: Vec<u32> },
 }
 
 /// What a plan promises for one row.
@@ -168,18 +182,15 @@ impl RowLedger {
             });
         }
         for decode in &plan.decode {
-            if decode.steps == 0 || decode.steps > MAX_DECODE_STEPS {
-                return Err(PlanError::Steps {
-                    row: decode.row,
-                    steps: decode.steps,
-                });
+            let work = decode_work(decode)?;
+            if let Work::Verify { draft } = &work {
+                let tokens = u32::try_from(draft.len()).unwrap_or(u32::MAX);
+                pass_tokens = pass_tokens.saturating_add(tokens);
             }
             rows.push(RowExpectation {
                 row: decode.row,
                 terms: terms(decode.row)?,
-                work: Work::Decode {
-                    steps: decode.steps,
-                },
+                work,
             });
         }
         let model = common_model(&rows)?;
@@ -261,6 +272,24 @@ fn chunk_work(chunk: &wire::PrefillChunk, chunk_tokens: u32) -> Result<Work, Pla
         None if chunk.sample => Ok(Work::Sample),
         None => Ok(Work::Fill),
     }
+}
+
+fn decode_work(decode: &wire::DecodeRow) -> Result<Work, PlanError> {
+    let (row, steps) = (decode.row, decode.steps);
+    if steps == 0 || steps > MAX_DECODE_STEPS {
+        return Err(PlanError::Steps { row, steps });
+    }
+    let tokens = decode.draft_token_ids.len();
+    if tokens == 0 {
+        return Ok(Work::Decode { steps });
+    }
+    let too_long = u32::try_from(tokens).map_or(true, |tokens| tokens > MAX_DRAFT_TOKENS);
+    if too_long || steps != 1 || decode.token.is_none() {
+        return Err(PlanError::Draft { row, tokens, steps });
+    }
+    Ok(Work::Verify {
+        draft: decode.draft_token_ids.clone(),
+    })
 }
 
 /// Checks that the rows are distinct and of one model.

@@ -99,11 +99,17 @@ impl ScriptedWorker {
 
 /// Counts the stages of a plan whose rows all did what they were asked to.
 fn op_counts(plan: &wire::StepPlan, rows: &[wire::RowResult]) -> Vec<v1::OpCount> {
-    let yielded = |row: u64| {
-        let result = rows.iter().find(|result| result.row == row);
-        result.map_or(0, |result| result.tokens.len())
+    let yielded = |decode: &wire::DecodeRow| {
+        let result = rows.iter().find(|result| result.row == decode.row);
+        let tokens = result.map_or(0, |result| result.tokens.len());
+        // A draft is checked in one pass.
+        if decode.draft_token_ids.is_empty() {
+            tokens
+        } else {
+            tokens.min(1)
+        }
     };
-    let steps = plan.decode.iter().map(|decode| yielded(decode.row)).max();
+    let steps = plan.decode.iter().map(yielded).max();
     let steps = u64::try_from(steps.unwrap_or(0)).unwrap();
     let passes = steps.max(u64::from(plan.prefill.is_some()));
     let ends = plan

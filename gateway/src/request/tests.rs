@@ -114,6 +114,63 @@ fn several_steps_need_a_patient_reader_without_stop_strings() {
 }
 
 #[test]
+fn a_caller_may_choose_the_tokens_of_a_plan() {
+    let asked = |tokens_per_plan, delivery| {
+        let parts = options(v1::GenerationOptions {
+            tokens_per_plan: Some(tokens_per_plan),
+            stop: vec!["x".into()],
+            ..v1::GenerationOptions::default()
+        });
+        ValidRequest::generate(&model(), vec![1], parts, delivery, 0)
+    };
+    for delivery in [Delivery::Stream, Delivery::Whole] {
+        for steps in [1, 7, 32] {
+            assert_eq!(work(&asked(steps, delivery).unwrap()).steps, steps);
+        }
+        let error = asked(33, delivery).unwrap_err();
+        assert_eq!(error.field(), Some("generation.tokens_per_plan"));
+        assert_eq!(error.to_string(), "tokens_per_plan is 33, must be 1 to 32");
+        assert!(asked(0, delivery).is_err());
+    }
+}
+
+#[test]
+fn a_prompt_lookup_has_defaults_and_limits() {
+    let asked = |ngram_tokens, max_draft_tokens| {
+        let lookup = v1::PromptLookup {
+            ngram_tokens,
+            max_draft_tokens,
+        };
+        generate(
+            vec![1],
+            options(v1::GenerationOptions {
+                prompt_lookup: Some(lookup),
+                ..v1::GenerationOptions::default()
+            }),
+        )
+        .map(|request| work(&request).prompt_lookup)
+    };
+    let lookup = |ngram_tokens, max_draft_tokens| {
+        Some(PromptLookup {
+            ngram_tokens,
+            max_draft_tokens,
+        })
+    };
+    assert_eq!(asked(None, None).unwrap(), lookup(3, 8));
+    assert_eq!(asked(Some(8), Some(32)).unwrap(), lookup(8, 32));
+    for (ngram, draft, problem) in [
+        (Some(0), None, "ngram_tokens is 0, must be 1 to 8"),
+        (Some(9), None, "ngram_tokens is 9, must be 1 to 8"),
+        (None, Some(0), "max_draft_tokens is 0, must be 1 to 32"),
+        (None, Some(33), "max_draft_tokens is 33, must be 1 to 32"),
+    ] {
+        assert_eq!(asked(ngram, draft).unwrap_err().to_string(), problem);
+    }
+    let none = generate(vec![1], GenerationParts::default()).unwrap();
+    assert_eq!(work(&none).prompt_lookup, None);
+}
+
+#[test]
 fn wrong_fields_are_named() {
     let generation = |change: fn(&mut v1::GenerationOptions)| {
         let mut wire = v1::GenerationOptions::default();

@@ -26,6 +26,8 @@ pub struct Account {
     first_token: Option<Instant>,
     last_event: Instant,
     tokens: u32,
+    drafted_tokens: u32,
+    accepted_draft_tokens: u32,
     /// Results that the reader gets: sampled tokens, or scored positions.
     published: u64,
     recoveries: u32,
@@ -48,6 +50,8 @@ impl Account {
             first_token: None,
             last_event: now,
             tokens: 0,
+            drafted_tokens: 0,
+            accepted_draft_tokens: 0,
             published: 0,
             recoveries: 0,
             replay: "",
@@ -70,6 +74,7 @@ impl Account {
         self.last_event = step.at;
         (self.recoveries, self.replay) = step.recoveries;
         self.kv_bytes = step.kv_bytes;
+        self.drafted_tokens += step.drafted;
         if let Some(provenance) = &step.provenance {
             self.fallback_reason = step.fallback_reason.to_string();
             self.produced(provenance);
@@ -81,6 +86,11 @@ impl Account {
         self.tokens += 1;
         self.published += 1;
         self.first_token.get_or_insert(at);
+    }
+
+    /// The token that was just counted is one of a draft.
+    pub(super) fn accepted_draft(&mut self) {
+        self.accepted_draft_tokens += 1;
     }
 
     /// A position was scored.
@@ -126,6 +136,8 @@ impl Account {
             recoveries: self.recoveries,
             truncated_tokens: 0,
             replay: self.replay.to_owned(),
+            drafted_tokens: self.drafted_tokens,
+            accepted_draft_tokens: self.accepted_draft_tokens,
         }
     }
 

@@ -71,6 +71,11 @@ impl Player {
     }
 
     fn step(&self, tokens: &[u32], end: Option<RowEnd>) {
+        self.checked_step(tokens, (0, 0), end);
+    }
+
+    /// A step whose first `drafts.1` tokens are of a draft of `drafts.0` tokens.
+    fn checked_step(&self, tokens: &[u32], drafts: (u32, usize), end: Option<RowEnd>) {
         let tokens = tokens.iter().map(|&token_id| wire::SampledToken {
             token_id,
             logprob: None,
@@ -79,6 +84,8 @@ impl Player {
         let step = Step {
             at: Instant::now(),
             tokens: tokens.collect(),
+            drafted: drafts.0,
+            accepted_drafts: drafts.1,
             scores: vec![],
             logits: None,
             provenance: None,
@@ -96,6 +103,28 @@ impl Player {
 async fn text_and_finish(generation: Generation) -> (String, v1::Finish) {
     let answer = generation.whole().await.unwrap();
     (answer.text, answer.finish.unwrap())
+}
+
+#[tokio::test(start_paused = true)]
+async fn several_tokens_a_step_give_the_same_text_and_no_token_behind_a_stop_counts() {
+    for pieces in [1, 2, 3, 5] {
+        let (player, generation) = Player::begin(&["xyz", "lo"]);
+        let hello = ids("helloyhello");
+        for piece in hello.chunks(pieces) {
+            player.checked_step(piece, (7, pieces - 1), None);
+        }
+        let (text, finish) = text_and_finish(generation).await;
+        assert_eq!(text, "hel", "{pieces}");
+        let usage = finish.usage.unwrap();
+        assert_eq!(usage.completion_tokens, 5, "{pieces}");
+        let accepted = (0..5).filter(|index| index % pieces < pieces - 1).count();
+        assert_eq!(
+            usage.accepted_draft_tokens,
+            u32::try_from(accepted).unwrap()
+        );
+        let steps = u32::try_from(5_usize.div_ceil(pieces)).unwrap();
+        assert_eq!(usage.drafted_tokens, 7 * steps, "{pieces}");
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -316,7 +316,13 @@ impl<W: Workers> Actor<W> {
         let Some(row) = self.rows.get_mut(&entry.row) else {
             return;
         };
-        if row.take(entry.prefilled, result, (provenance, logits), now) == Fate::Ends {
+        if row.take(
+            (entry.prefilled, &entry.draft),
+            result,
+            (provenance, logits),
+            now,
+        ) == Fate::Ends
+        {
             self.remove(entry.row);
         }
     }

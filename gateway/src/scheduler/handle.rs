@@ -38,6 +38,10 @@ pub struct Step {
     pub at: Instant,
     /// Sampled tokens, none of them past an end.
     pub tokens: Vec<wire::SampledToken>,
+    /// Draft tokens that were checked.
+    pub drafted: u32,
+    /// How many of `tokens`, from the first on, are draft tokens.
+    pub accepted_drafts: usize,
     /// Scored positions.
     pub scores: Vec<wire::ScoredToken>,
     /// Logits of the scored positions, f32 little-endian.

@@ -7,12 +7,13 @@ use tokio::time::Instant;
 use velox_proto::v1::Backend;
 use velox_proto::worker::v1 as wire;
 
+use super::draft;
 use super::handle::{RowEnd, RowEvent, Step, has_room};
 use crate::deadline::CallDeadline;
 use crate::error::GatewayError;
-use crate::planner::{Company, Decode, Goal, ModelIndex, Reader, RowId, RowView};
+use crate::planner::{Company, Decode, Goal, ModelIndex, Reader, RowId, RowView, Source};
 use crate::pool::{AttestedProvenance, WorkerKey};
-use crate::request::{Job, Score, Work};
+use crate::request::{Job, PromptLookup, Score, Work};
 
 /// How many workers in a row must die with nothing but this request on them, without any progress between, before the
 /// request is called poison. A worker may also die of something else, such as the system's memory killer: one such
@@ -41,6 +42,8 @@ pub(super) struct Placed {
     collected: u32,
     /// Outputs that are out or asked for.
     planned_outputs: u32,
+    /// A guess of the next outputs, made of the last result.
+    draft: Vec<u32>,
 }
 
 /// Who produced the tokens so far.
@@ -172,6 +175,7 @@ impl Row {
             fed: 0,
             collected: 0,
             planned_outputs: outputs,
+            draft: Vec::new(),
         });
         self.stranded = None;
         if !self.has_started {
@@ -196,6 +200,12 @@ impl Row {
                 },
                 Work::Score(_) => Goal::Score,
             },
+            source: match self.prompt_lookup() {
+                None => Source::OwnSample,
+                Some(_) => Source::Draft {
+                    tokens: u32::try_from(placed.draft.len()).unwrap_or(u32::MAX),
+                },
+            },
             company: self.company,
             reader: if has_room(&self.output, placed.in_flight) {
                 Reader::Ready
@@ -204,6 +214,13 @@ impl Row {
             },
             in_flight: placed.in_flight,
         })
+    }
+
+    fn prompt_lookup(&self) -> Option<PromptLookup> {
+        match self.job.work() {
+            Work::Generate(generate) => generate.prompt_lookup,
+            Work::Score(_) => None,
+        }
     }
 
     /// Makes the message that opens the row, unless it is open.
@@ -279,17 +296,22 @@ impl Row {
         placed.fed = placed.fed.saturating_add(decision.steps);
         placed.target = placed.fed;
         placed.planned_outputs = placed.planned_outputs.saturating_add(decision.steps);
+        // The next guess is made of what this one comes to.
+        let mut draft_token_ids = std::mem::take(&mut placed.draft);
+        draft_token_ids.truncate(usize::try_from(decision.draft).unwrap_or(usize::MAX));
+        let token = self.outputs.last().copied();
         Some(wire::DecodeRow {
             row: placed.wire_row,
-            token: None,
+            token: token.filter(|_| !draft_token_ids.is_empty()),
             steps: decision.steps,
+            draft_token_ids,
         })
     }
 
     /// Takes what a plan did for the row: publishes it up to the end, and says whether there is one.
     pub(super) fn take(
         &mut self,
-        prefilled: u32,
+        (prefilled, drafted): (u32, &[u32]),
         result: wire::RowResult,
         (provenance, logits): (Option<Arc<AttestedProvenance>>, Option<bytes::Bytes>),
         at: Instant,
@@ -300,6 +322,13 @@ impl Row {
         placed.in_flight = placed.in_flight.saturating_sub(1);
         placed.collected = placed.collected.saturating_add(prefilled);
         let scored = matches!(self.job.work(), Work::Score(_)) && placed.collected == placed.target;
+        if !drafted.is_empty() {
+            // One token was counted on; each right guess is a token more in the cache, and an output.
+            let right = u32::try_from(result.tokens.len().saturating_sub(1)).unwrap_or(u32::MAX);
+            placed.fed = placed.fed.saturating_add(right);
+            placed.target = placed.fed;
+            placed.planned_outputs = placed.planned_outputs.saturating_add(right);
+        }
         let fallback_reason = Arc::clone(&placed.fallback_reason);
         self.kv_bytes = (result.key_bytes, result.value_bytes);
         if let Some(provenance) = &provenance {
@@ -309,6 +338,11 @@ impl Row {
         if scored {
             end = Some(RowEnd::Scored);
         }
+        if !tokens.is_empty() && end.is_none() {
+            self.look_up();
+        }
+        let guessed = tokens.iter().map(|token| token.token_id).zip(drafted);
+        let accepted_drafts = guessed.take_while(|(id, guess)| id == *guess).count();
         if self
             .crashed_at
             .is_some_and(|crashed| self.progress() > crashed)
@@ -319,6 +353,8 @@ impl Row {
         self.tell(RowEvent::Step(Box::new(Step {
             at,
             tokens,
+            drafted: u32::try_from(drafted.len()).unwrap_or(u32::MAX),
+            accepted_drafts,
             scores: result.scores,
             logits,
             provenance,
@@ -331,6 +367,14 @@ impl Row {
             Fate::Ends
         } else {
             Fate::Lives
+        }
+    }
+
+    /// Guesses what comes next, if the row is to.
+    fn look_up(&mut self) {
+        let lookup = self.prompt_lookup();
+        if let (Some(placed), Some(lookup)) = (&mut self.placed, lookup) {
+            placed.draft = draft::draft((self.job.prompt(), &self.outputs), lookup);
         }
     }
 

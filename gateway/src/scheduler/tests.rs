@@ -144,6 +144,146 @@ async fn a_lost_worker_costs_a_pause_and_no_token() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn any_number_of_tokens_a_plan_gives_the_same_answer() {
+    for steps in [1, 2, 5, 32] {
+        let mut house = House::new(config());
+        house.ready(0).await;
+        let options = v1::GenerationOptions {
+            tokens_per_plan: Some(steps),
+            ..house::options(23, None)
+        };
+        let mut answer = house
+            .submit(house::job_with_options(&[1, 2, 3], options))
+            .await;
+        let prompt = house.plan().await;
+        house.answer(prompt).await;
+        let plan = house.plan().await;
+        assert_eq!(plan.plan.decode[0].steps, steps.min(22));
+        house.answer(plan).await;
+        let end = house.finish(&mut answer).await.unwrap();
+        assert_eq!(end, RowEnd::Length);
+        assert_eq!(answer.tokens, expected(&[1, 2, 3], 23), "{steps} a plan");
+        assert_eq!(answer.drafts, (0, 0));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reader_that_stops_pauses_a_row_of_many_tokens_a_plan() {
+    let mut house = House::new(config());
+    house.ready(0).await;
+    let options = v1::GenerationOptions {
+        tokens_per_plan: Some(32),
+        ..house::options(1900, None)
+    };
+    let mut slow = house.submit(house::job_with_options(&[1], options)).await;
+    house.settle().await;
+    assert_eq!(house.scheduler.load().borrow().running, 1, "it waits");
+    house.finish(&mut slow).await.unwrap();
+    assert_eq!(slow.tokens, expected(&[1], 1900));
+}
+
+const ECHO: [u32; 6] = [house::ECHO, 9, 21, 22, 23, 24];
+
+#[tokio::test(start_paused = true)]
+async fn drafts_change_nothing_and_each_is_made_of_the_last_result() {
+    let mut house = House::new(config());
+    let worker = house.ready(0).await;
+    let mut answer = house.submit(house::drafting_job(&ECHO, 60, None)).await;
+    let (mut plans, mut drafted) = (0, 0);
+    while answer.tokens.len() < 60 {
+        let sent = house.plan().await;
+        house.no_plan().await;
+        plans += 1;
+        drafted += sent
+            .plan
+            .decode
+            .first()
+            .map_or(0, |row| row.draft_token_ids.len());
+        house.answer(sent).await;
+        house.drain_events(&mut answer);
+    }
+    assert_eq!(answer.tokens, expected(&ECHO, 60));
+    assert!(plans < 30, "{plans} plans for 60 tokens");
+    assert_eq!(usize::try_from(answer.drafts.0).unwrap(), drafted);
+    // Every plan yields one token that is no guess.
+    assert_eq!(answer.drafts.1, 60 - plans);
+    assert!(answer.drafts.1 < drafted, "some were wrong");
+    house.settle().await;
+    assert_eq!(house.open_rows(worker), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_with_drafts_ends_where_it_would_without() {
+    for length in 1..20 {
+        let mut house = House::new(config());
+        house.ready(0).await;
+        let mut answer = house.submit(house::drafting_job(&ECHO, length, None)).await;
+        house.finish(&mut answer).await.unwrap();
+        let count = usize::try_from(length).unwrap();
+        assert_eq!(answer.tokens, expected(&ECHO, count));
+    }
+    let all = expected(&ECHO, 60);
+    let place = all.iter().position(|&token| token == all[30]).unwrap();
+    let mut house = House::new(config());
+    house.ready(0).await;
+    let job = house::drafting_job(&ECHO, 60, Some(all[30]));
+    let mut answer = house.submit(job).await;
+    let end = house.finish(&mut answer).await.unwrap();
+    assert_eq!(end, RowEnd::EndToken(all[30]));
+    assert_eq!(answer.tokens, all[..=place]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn rows_beside_a_row_with_drafts_are_one_plan_ahead() {
+    let mut house = House::new(config());
+    house.ready(0).await;
+    let mut drafting = house.submit(house::drafting_job(&ECHO, 60, None)).await;
+    let mut plain = house.submit(job(&[1, 2, 3], 60)).await;
+    let mut ahead_of_it = 0;
+    for _ in 0..20 {
+        let first = house.plan().await;
+        let ahead = house.take();
+        if let Some(ahead) = &ahead {
+            ahead_of_it += usize::from(first.rows().len() == 2 && ahead.rows().len() == 1);
+        }
+        house.answer(first).await;
+        if let Some(ahead) = ahead {
+            house.answer(ahead).await;
+        }
+        house.drain_events(&mut drafting);
+        house.drain_events(&mut plain);
+        if drafting.tokens.len() == 60 {
+            break;
+        }
+    }
+    assert!(ahead_of_it > 5, "it went ahead {ahead_of_it} times");
+    house.finish(&mut drafting).await.unwrap();
+    house.finish(&mut plain).await.unwrap();
+    assert_eq!(drafting.tokens, expected(&ECHO, 60));
+    assert_eq!(plain.tokens, expected(&[1, 2, 3], 60));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_lost_while_it_checks_a_draft_costs_no_token() {
+    for lost_after in 0..30 {
+        let mut house = House::new(config());
+        let first = house.ready(0).await;
+        let mut answer = house.submit(house::drafting_job(&ECHO, 40, None)).await;
+        house.read(&mut answer, lost_after).await;
+        house.lose(first, crash()).await;
+        house.restart(first).await;
+        house.finish(&mut answer).await.unwrap();
+        assert_eq!(
+            answer.tokens,
+            expected(&ECHO, 40),
+            "lost after {lost_after}"
+        );
+        assert_eq!(answer.recoveries, (1, "exact"), "lost after {lost_after}");
+        assert!(answer.drafts.1 > 0);
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn going_on_with_another_backend_is_called_equivalent() {
     let mut house = House::new(config());
     let first = house.ready(0).await;

@@ -16,6 +16,8 @@ pub(super) struct Entry {
     pub(super) wire_row: u64,
     /// Known tokens that it fed; 0 = it decoded.
     pub(super) prefilled: u32,
+    /// Guesses that it checks.
+    pub(super) draft: Vec<u32>,
     /// Where the worker writes logits and how many bytes; lives until the plan retires or the worker is reaped.
     pub(super) logits: Option<(Lease, u64)>,
 }

@@ -265,6 +265,10 @@ pub trait Backend {
     /// [`EngineError::OutOfMemory`].
     fn reserve(&mut self, cache: &mut Self::Cache, tokens: usize) -> Result<(), EngineError>;
 
+    /// Cuts a cache to its first `tokens` tokens in every layer, exactly: what is kept is as if the rest had never been
+    /// appended. A store of pages gives those beyond back. Called between passes, never with more tokens than there are.
+    fn truncate_cache(&mut self, cache: &mut Self::Cache, tokens: usize);
+
     /// Returns what a cache holds allocated.
     fn cache_bytes(&self, cache: &Self::Cache) -> CacheBytes;
 

@@ -88,8 +88,12 @@ pub struct DecodeRow {
     /// Token to feed; `None` = the row's own last sample. Going on so after the capacity is full yields no token and is
     /// no fault: the gateway sends plan n+1 before it reads result n.
     pub token: Option<u32>,
-    /// Tokens to generate, at least 1.
+    /// Tokens to generate, at least 1; exactly 1 with a draft.
     pub steps: usize,
+    /// Guesses of the tokens after `token`, which must be given then. One pass feeds them all and samples every position;
+    /// the samples come back up to the first that differs from its guess or ends the row. Where logits do not depend
+    /// on the batch they are those of single steps, and so is the row afterwards.
+    pub draft: Vec<u32>,
 }
 
 /// One iteration. Runs as one forward pass over the chunk and one token of every decode row, then as further
@@ -153,7 +157,7 @@ pub struct RowOutcome {
 /// Tokens and scores of a row.
 #[derive(Debug, Default, PartialEq)]
 pub struct RowOutput {
-    /// In order; fewer than planned only after an end token or when the capacity is full.
+    /// In order; fewer than planned only after an end token, behind a wrong guess, or when the capacity is full.
     pub tokens: Vec<SampledToken>,
     /// In order of position.
     pub scores: Vec<ScoredPosition>,

@@ -214,6 +214,7 @@ fn check_greedy(runner: &mut dyn Runner, bounds: &Bounds) {
             row: *row,
             token: None,
             steps,
+            draft: vec![],
         })
     });
     let outcome = run(

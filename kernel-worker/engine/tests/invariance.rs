@@ -76,6 +76,7 @@ fn logits(
             row: *row,
             token: None,
             steps: 1,
+            draft: vec![],
         });
         let plan = StepPlan {
             open_rows: std::mem::take(&mut open_rows),
@@ -152,6 +153,7 @@ fn generate(
                 row: id,
                 token: None,
                 steps: steps.min(count - found.len()),
+                draft: vec![],
             }],
             ..StepPlan::default()
         };
@@ -205,6 +207,7 @@ fn check_batch_mix(make: Make<'_>, text: &[u32], chunk_tokens: usize) {
                 row: *row,
                 token: None,
                 steps: 1,
+                draft: vec![],
             }],
             ..StepPlan::default()
         };
@@ -233,6 +236,7 @@ fn check_generation(make: Make<'_>, prompt: &[u32], count: usize) {
                 row: GENERATED,
                 token: Some(token.token_id),
                 steps: 1,
+                draft: vec![],
             }],
             ..StepPlan::default()
         };

@@ -52,7 +52,12 @@ fn chunk(row: RowId, start: usize, token_ids: &[u32], goal: PrefillGoal) -> Step
 
 fn decode(row: RowId, token: Option<u32>, steps: usize) -> StepPlan {
     StepPlan {
-        decode: vec![DecodeRow { row, token, steps }],
+        decode: vec![DecodeRow {
+            row,
+            token,
+            steps,
+            draft: vec![],
+        }],
         ..StepPlan::default()
     }
 }
@@ -98,11 +103,13 @@ fn a_broken_plan_is_refused_whole() {
                 row: A,
                 token: None,
                 steps: 1,
+                draft: vec![],
             },
             DecodeRow {
                 row: A,
                 token: None,
                 steps: 1,
+                draft: vec![],
             },
         ],
         ..StepPlan::default()
@@ -340,11 +347,13 @@ fn a_row_that_is_no_number_fails_alone() {
                 row: B,
                 token: None,
                 steps: 1,
+                draft: vec![],
             },
             DecodeRow {
                 row: A,
                 token: None,
                 steps: 2,
+                draft: vec![],
             },
         ],
         ..StepPlan::default()

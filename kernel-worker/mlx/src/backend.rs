@@ -308,6 +308,10 @@ impl<D: MlxDevice> Backend for MlxBackend<D> {
         cache.reserve(tokens)
     }
 
+    fn truncate_cache(&mut self, cache: &mut MlxCache, tokens: usize) {
+        cache.truncate(tokens);
+    }
+
     fn cache_bytes(&self, cache: &MlxCache) -> CacheBytes {
         cache.bytes()
     }

@@ -128,6 +128,14 @@ impl MlxCache {
         Ok(seen)
     }
 
+    /// Cuts every layer to `tokens` tokens. The room stays, and stays counted: the next tokens are written over what was
+    /// cut off, which nothing reads.
+    pub fn truncate(&mut self, tokens: usize) {
+        for layer in &mut self.layers {
+            layer.length = layer.length.min(tokens);
+        }
+    }
+
     /// Returns the arrays of a layer, to have them computed.
     pub fn stored(&self, layer: usize) -> impl Iterator<Item = &Tensor> {
         let stored = self

@@ -185,6 +185,7 @@ fn mlx_cpu_follows_a_greedy_run_beside_another_row() {
         row: RowId(row),
         token: None,
         steps: steps - 1,
+        draft: vec![],
     });
     let outcome = run(
         &mut model,

@@ -72,12 +72,12 @@ impl RowPasses {
             min: u64::from(!failed),
             max: 1,
         };
-        match expected.work {
+        match &expected.work {
             Work::Fill => Self {
                 forward: once,
                 ..Self::default()
             },
-            Work::Sample => Self {
+            Work::Sample | Work::Verify { .. } => Self {
                 forward: once,
                 head: once,
                 sample: once,
@@ -87,7 +87,7 @@ impl RowPasses {
                 let needs_head = !failed && !row.scores.is_empty();
                 let head = Passes {
                     min: u64::from(needs_head),
-                    max: u64::from(first < end),
+                    max: u64::from(*first < *end),
                 };
                 Self {
                     forward: once,
@@ -97,7 +97,7 @@ impl RowPasses {
             }
             Work::Decode { steps } => {
                 let done = u64::try_from(row.tokens.len()).unwrap_or(u64::MAX);
-                let max = if failed { u64::from(steps) } else { done };
+                let max = if failed { u64::from(*steps) } else { done };
                 let passes = Passes { min: done, max };
                 Self {
                     forward: passes,
@@ -214,12 +214,18 @@ impl RowCheck<'_> {
         Ok(())
     }
 
-    /// Fewer tokens than steps only after an end token or with an error; none after an end token.
+    /// Fewer tokens than steps only after an end token or with an error; none after an end token. A draft yields its right
+    /// tokens and one more.
     fn check_token_count(&self) -> Result<(), Violation> {
-        let max = match self.expected.work {
+        let max = match &self.expected.work {
             Work::Fill | Work::Score { .. } => 0,
             Work::Sample => 1,
-            Work::Decode { steps } => steps,
+            Work::Decode { steps } => *steps,
+            Work::Verify { draft } => {
+                let right = draft.iter().zip(&self.row.tokens);
+                let right = right.take_while(|(guess, token)| **guess == token.token_id);
+                u32::try_from(right.count() + 1).unwrap_or(u32::MAX)
+            }
         };
         let ends = &self.expected.terms.end_token_ids;
         let ended_after = self

@@ -197,6 +197,10 @@ fn counts_follow_from_what_the_rows_really_did() {
         }
     };
     let decode = |id, steps| row(id, Work::Decode { steps }, None);
+    let verify = |id, draft: &[u32]| {
+        let draft = draft.to_vec();
+        row(id, Work::Verify { draft }, None)
+    };
     type Case = (
         &'static str,
         Vec<RowExpectation>,
@@ -240,6 +244,24 @@ fn counts_follow_from_what_the_rows_really_did() {
             vec![answer(2, &[END]), answer(3, &[7, 8, END])],
             [3, 3, 3],
         ),
+        (
+            "a draft is checked in one pass, wrong or right",
+            vec![verify(2, &[7, 8]), verify(3, &[7, 8])],
+            vec![answer(2, &[7, 9]), answer(3, &[7, 8, 5])],
+            [1, 1, 1],
+        ),
+        (
+            "a draft beside several steps",
+            vec![verify(2, &[7, 8]), decode(3, 2)],
+            vec![answer(2, &[6]), answer(3, &[7, 8])],
+            [2, 2, 2],
+        ),
+        (
+            "an end token in a draft is the last",
+            vec![verify(2, &[7, END, 8])],
+            vec![answer(2, &[7, END])],
+            [1, 1, 1],
+        ),
     ];
     for (name, expected, rows, [passes, heads, samples]) in cases {
         let result = result(rows, counts(passes, heads, samples));
@@ -261,8 +283,41 @@ fn copy(expected: &RowExpectation) -> RowExpectation {
     RowExpectation {
         row: expected.row,
         terms: Arc::clone(&expected.terms),
-        work: expected.work,
+        work: expected.work.clone(),
     }
+}
+
+#[test]
+fn a_draft_yields_its_right_tokens_and_one_more() {
+    let draft = || {
+        let draft = vec![7, 8, 5];
+        vec![row(2, Work::Verify { draft }, None)]
+    };
+    let yields = |ids: &[u32]| attest(draft(), result(vec![answer(2, ids)], counts(1, 1, 1)));
+    for honest in [
+        &[6][..],
+        &[7, 6],
+        &[7, 8, 6],
+        &[7, 8, 5, 1],
+        &[END],
+        &[7, END],
+    ] {
+        assert!(yields(honest).is_ok(), "{honest:?}");
+    }
+    for lie in [
+        &[][..],
+        &[7],
+        &[6, 8],
+        &[7, 8, 5],
+        &[7, 8, 5, 1, 2],
+        &[END, 1],
+    ] {
+        assert!(yields(lie).is_err(), "{lie:?}");
+    }
+    let failed = result(vec![failure(2, &[])], counts(1, 1, 1));
+    assert!(attest(draft(), failed).is_ok());
+    let failed = result(vec![failure(2, &[])], counts(2, 2, 2));
+    assert!(attest(draft(), failed).is_err());
 }
 
 #[test]
@@ -412,7 +467,7 @@ fn scored_positions_are_the_chunks_own() {
             ..answer(1, &[])
         };
         attest(
-            vec![row(1, work, None)],
+            vec![row(1, work.clone(), None)],
             result(vec![scored], counts(1, 1, 0)),
         )
     };

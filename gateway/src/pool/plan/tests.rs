@@ -57,6 +57,14 @@ fn chunk(row: u64) -> wire::PrefillChunk {
     }
 }
 
+fn drafted(row: u64, tokens: usize) -> wire::DecodeRow {
+    wire::DecodeRow {
+        token: Some(3),
+        draft_token_ids: vec![9; tokens],
+        ..decode(row, 1)
+    }
+}
+
 fn decode(row: u64, steps: u32) -> wire::DecodeRow {
     wire::DecodeRow {
         row,
@@ -107,6 +115,21 @@ fn rows_live_from_open_to_close() {
 }
 
 #[test]
+fn a_draft_makes_the_pass_larger() {
+    let (models, mut ledger) = (models(), RowLedger::default());
+    ledger.expect(&first_plan(), &models).unwrap();
+    let plan = wire::StepPlan {
+        sequence: 2,
+        decode: vec![drafted(1, 32)],
+        ..Default::default()
+    };
+    let expectation = ledger.expect(&plan, &models).unwrap();
+    assert_eq!(expectation.pass_tokens, 33);
+    let draft = vec![9; 32];
+    assert_eq!(expectation.rows[0].work, Work::Verify { draft });
+}
+
+#[test]
 fn a_row_may_be_closed_and_its_number_opened_again_in_one_plan() {
     let (models, mut ledger) = (models(), RowLedger::default());
     ledger.expect(&first_plan(), &models).unwrap();
@@ -124,7 +147,7 @@ fn a_row_may_be_closed_and_its_number_opened_again_in_one_plan() {
 #[test]
 fn a_plan_that_breaks_the_contract_changes_nothing() {
     type Change = fn(&mut wire::StepPlan);
-    let cases: [(&str, Change); 13] = [
+    let cases: [(&str, Change); 16] = [
         ("sequence", |plan| plan.sequence = 1),
         ("unknown model", |plan| {
             plan.open_rows.push(open(9, "other"));
@@ -141,6 +164,14 @@ fn a_plan_that_breaks_the_contract_changes_nothing() {
         ("too many steps", |plan| {
             plan.decode[0].steps = MAX_DECODE_STEPS + 1;
         }),
+        ("draft without a token", |plan| {
+            plan.decode[0].draft_token_ids = vec![1];
+        }),
+        ("draft and two steps", |plan| {
+            plan.decode[0] = drafted(1, 1);
+            plan.decode[0].steps = 2;
+        }),
+        ("draft too long", |plan| plan.decode[0] = drafted(1, 33)),
         ("empty chunk", |plan| {
             plan.open_rows.push(open(9, "small"));
             plan.prefill = Some(wire::PrefillChunk {

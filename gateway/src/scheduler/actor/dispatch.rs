@@ -65,6 +65,7 @@ impl<W: Workers> Actor<W> {
                 row: chunk.row,
                 wire_row: plan.prefill.as_ref().map_or(0, |prefill| prefill.row),
                 prefilled: chunk.tokens,
+                draft: Vec::new(),
                 logits,
             });
         }
@@ -78,6 +79,7 @@ impl<W: Workers> Actor<W> {
                     row: decode.row,
                     wire_row: entry.row,
                     prefilled: 0,
+                    draft: entry.draft_token_ids.clone(),
                     logits: None,
                 });
                 plan.decode.push(entry);

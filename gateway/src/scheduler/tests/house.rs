@@ -65,8 +65,17 @@ fn limits() -> ModelLimits {
     }
 }
 
+/// A prompt that begins with this is answered with its last tokens again and again, but for every eleventh token.
+pub(super) const ECHO: u32 = 62;
+
+/// Tokens that an echo repeats.
+const PERIOD: usize = 4;
+
 /// The next token after `tokens`.
 fn next_token(tokens: &[u32]) -> u32 {
+    if tokens[0] == ECHO && !tokens.len().is_multiple_of(11) {
+        return tokens[tokens.len().saturating_sub(PERIOD)];
+    }
     let mix = tokens.iter().fold(17_u32, |mix, &token| {
         mix.wrapping_mul(31).wrapping_add(token)
     });
@@ -83,20 +92,40 @@ pub(super) fn expected(prompt: &[u32], count: usize) -> Vec<u32> {
 }
 
 pub(super) fn job(prompt: &[u32], max_tokens: u32) -> Job {
-    generation(prompt, max_tokens, vec![])
+    generation(prompt, options(max_tokens, None))
+}
+
+pub(super) fn job_with_options(prompt: &[u32], options: v1::GenerationOptions) -> Job {
+    generation(prompt, options)
+}
+
+/// Looks drafts up by single tokens.
+pub(super) fn drafting_job(prompt: &[u32], max_tokens: u32, end: Option<u32>) -> Job {
+    let options = v1::GenerationOptions {
+        prompt_lookup: Some(v1::PromptLookup {
+            ngram_tokens: Some(1),
+            max_draft_tokens: Some(5),
+        }),
+        ..options(max_tokens, end)
+    };
+    generation(prompt, options)
 }
 
 pub(super) fn job_with_end(prompt: &[u32], max_tokens: u32, end: u32) -> Job {
-    generation(prompt, max_tokens, vec![end])
+    generation(prompt, options(max_tokens, Some(end)))
 }
 
-fn generation(prompt: &[u32], max_tokens: u32, stop_token_ids: Vec<u32>) -> Job {
+pub(super) fn options(max_tokens: u32, end: Option<u32>) -> v1::GenerationOptions {
+    v1::GenerationOptions {
+        max_tokens: Some(max_tokens),
+        stop_token_ids: end.into_iter().collect(),
+        ..v1::GenerationOptions::default()
+    }
+}
+
+fn generation(prompt: &[u32], options: v1::GenerationOptions) -> Job {
     let parts = GenerationParts {
-        generation: Some(v1::GenerationOptions {
-            max_tokens: Some(max_tokens),
-            stop_token_ids,
-            ..v1::GenerationOptions::default()
-        }),
+        generation: Some(options),
         ..GenerationParts::default()
     };
     let request = ValidRequest::generate(&limits(), prompt.to_vec(), parts, Delivery::Stream, 1);
@@ -152,6 +181,16 @@ struct State {
 #[derive(Debug, Clone)]
 struct Scripted(Arc<Mutex<State>>);
 
+impl Scripted {
+    /// Tokens that end a row, as the plan said that opened it.
+    fn end_tokens(&self, row: u64) -> Vec<u32> {
+        let state = self.0.lock().unwrap();
+        let open = state.opened.iter().find(|open| open.row == row);
+        open.map(|open| open.end_token_ids.clone())
+            .unwrap_or_default()
+    }
+}
+
 impl Workers for Scripted {
     fn submit(&self, worker: WorkerKey, plan: wire::StepPlan) -> Result<(), PoolError> {
         let mut state = self.0.lock().unwrap();
@@ -186,6 +225,8 @@ pub(super) struct Answer {
     row: RowHandle,
     pub(super) tokens: Vec<u32>,
     pub(super) recoveries: (u32, &'static str),
+    /// Draft tokens that were checked, and those that are among the tokens.
+    pub(super) drafts: (u32, usize),
     end: Option<Result<RowEnd, GatewayError>>,
 }
 
@@ -306,6 +347,7 @@ impl House {
             row,
             tokens: Vec::new(),
             recoveries: (0, ""),
+            drafts: (0, 0),
             end: None,
         }
     }
@@ -322,7 +364,8 @@ impl House {
         assert!(self.pool.0.lock().unwrap().sent.is_empty());
     }
 
-    fn take(&mut self) -> Option<Sent> {
+    /// Takes the oldest plan that was sent, if there is one.
+    pub(super) fn take(&mut self) -> Option<Sent> {
         self.pool.0.lock().unwrap().sent.pop_front()
     }
 
@@ -348,12 +391,21 @@ impl House {
                 results.push(failed(decode.row));
                 continue;
             };
-            let sampled = (0..decode.steps).map(|_step| {
+            let draft = &decode.draft_token_ids;
+            let ends = self.pool.end_tokens(decode.row);
+            assert!(draft.is_empty() || decode.token == tokens.last().copied());
+            let steps = usize::try_from(decode.steps).unwrap() + draft.len();
+            let mut sampled = Vec::with_capacity(steps);
+            for step in 0..steps {
                 let token = next_token(tokens);
                 tokens.push(token);
-                token
-            });
-            results.push(row_result(decode.row, sampled.collect()));
+                sampled.push(token);
+                let guess = draft.get(step).copied();
+                if !draft.is_empty() && (guess != Some(token) || ends.contains(&token)) {
+                    break;
+                }
+            }
+            results.push(row_result(decode.row, sampled));
         }
         if results.is_empty() {
             self.idle_plans += 1;
@@ -494,6 +546,8 @@ impl Answer {
                 self.tokens
                     .extend(step.tokens.iter().map(|token| token.token_id));
                 self.recoveries = step.recoveries;
+                self.drafts.0 += step.drafted;
+                self.drafts.1 += step.accepted_drafts;
                 self.end = step.end.map(Ok);
             }
             RowEvent::Failed(error) => self.end = Some(Err(error)),

@@ -106,6 +106,7 @@ fn measure(
                 row,
                 token: None,
                 steps: 1,
+                draft: vec![],
             }],
             ..StepPlan::default()
         };

@@ -170,6 +170,11 @@ impl Backend for CpuBackend {
         Ok(cache.reserve(tokens)?)
     }
 
+    fn truncate_cache(&mut self, cache: &mut PagedCache, tokens: usize) {
+        let kept = cache.truncate(tokens);
+        debug_assert_eq!(kept, tokens, "a cache is cut to what it holds");
+    }
+
     fn cache_bytes(&self, cache: &PagedCache) -> CacheBytes {
         host::cache_bytes(cache)
     }

@@ -94,6 +94,10 @@ impl Backend for Crooked {
         self.inner.reserve(cache, tokens)
     }
 
+    fn truncate_cache(&mut self, cache: &mut PagedCache, tokens: usize) {
+        self.inner.truncate_cache(cache, tokens);
+    }
+
     fn cache_bytes(&self, cache: &PagedCache) -> CacheBytes {
         self.inner.cache_bytes(cache)
     }

@@ -89,9 +89,16 @@ impl<B: Backend> Engine<B> {
             (chunk.row, None, work)
         });
         let decode = plan.decode.into_iter().map(|decode| {
-            let work = Work::Decode {
-                token_id: 0,
-                steps_left: decode.steps,
+            let work = if decode.draft.is_empty() {
+                Work::Decode {
+                    token_id: 0,
+                    steps_left: decode.steps,
+                }
+            } else {
+                Work::Verify {
+                    token_id: 0,
+                    draft: decode.draft,
+                }
             };
             (decode.row, decode.token, work)
         });
@@ -104,7 +111,7 @@ impl<B: Backend> Engine<B> {
                 }
                 continue;
             };
-            if let Work::Decode { token_id, .. } = &mut work
+            if let Work::Decode { token_id, .. } | Work::Verify { token_id, .. } = &mut work
                 && let Some(fed) = forced.or(row.last_sample)
             {
                 *token_id = fed;

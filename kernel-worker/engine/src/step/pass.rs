@@ -1,17 +1,22 @@
 //! The forward passes of a plan.
 
+use std::ops::Range;
+
 use velox_kernels::label::BackendLabel;
 use velox_kernels::ran::{Device, Ran};
 
 use super::engine::Engine;
-use super::row::Participant;
-use super::{LogitsWanted, PrefillGoal, Progress, ScorePart, ScoredPosition};
+use super::row::{Participant, PassGoal};
+use super::{LogitsWanted, Progress, ScorePart, ScoredPosition};
 use crate::backend::{Backend, RowSpan, ScoreRequest, Stage, StageCounts};
 use crate::error::EngineError;
 use crate::graph::{Batch, Watch};
 
 /// Positions whose logits are held at a time while a chunk is scored, so that `[T, V]` never exists unasked.
 const SCORE_BLOCK: usize = 64;
+
+/// Positions whose logits are held at a time while drafts are checked: as many as a plan has rows.
+const SAMPLE_BLOCK: usize = 256;
 
 /// What the passes of a plan prove: labels come from values that ran, never from what was asked for.
 #[derive(Debug, Default)]
@@ -43,7 +48,17 @@ struct Wanted {
     first: usize,
     /// Behind the last of them.
     end: usize,
-    goal: PrefillGoal,
+    goal: PassGoal,
+}
+
+impl Wanted {
+    /// The tokens whose predictions are sampled, by their places in the batch.
+    fn sampled(&self) -> Range<usize> {
+        match self.goal {
+            PassGoal::Sample { positions } => self.end - positions..self.end,
+            PassGoal::Fill | PassGoal::Score(_) => self.end..self.end,
+        }
+    }
 }
 
 /// A chunk whose positions are scored.
@@ -138,30 +153,12 @@ impl<B: Backend> Engine<B> {
         hidden: &Ran<B::Device, B::Activation>,
         evidence: &mut Evidence,
     ) -> Result<(), EngineError> {
-        let sampled: Vec<&Wanted> = wanted
-            .iter()
-            .filter(|wanted| wanted.goal == PrefillGoal::Sample)
-            .collect();
-        let mut heads = 0;
-        if !sampled.is_empty() {
-            let rows: Vec<usize> = sampled.iter().map(|wanted| wanted.end - 1).collect();
-            let logits = self.model.logits(&mut self.backend, hidden, &rows)?;
-            evidence.computed(&logits);
-            heads += 1;
-            let mut requests: Vec<_> = sampled
-                .iter()
-                .enumerate()
-                .map(|(row, wanted)| participants[wanted.participant].row.sample_request(row))
-                .collect();
-            let samples = self.backend.sample(&logits, &mut requests)?;
-            evidence.sampled(&samples);
+        let mut heads = self.sample(participants, wanted, hidden, evidence)?;
+        if heads > 0 {
             evidence.stages.record(Stage::Sample);
-            for (wanted, sample) in sampled.iter().zip(samples.into_value()) {
-                participants[wanted.participant].take_sample(sample);
-            }
         }
         for wanted in wanted {
-            if let PrefillGoal::Score(part) = &wanted.goal {
+            if let PassGoal::Score(part) = &wanted.goal {
                 let scored = Scored {
                     part,
                     first: wanted.first,
@@ -175,6 +172,58 @@ impl<B: Backend> Engine<B> {
             evidence.stages.record(Stage::Head);
         }
         Ok(())
+    }
+
+    /// Samples block by block, then lets each row take its samples; returns how often the head ran.
+    fn sample(
+        &mut self,
+        participants: &mut [Participant<B::Cache>],
+        wanted: &[Wanted],
+        hidden: &Ran<B::Device, B::Activation>,
+        evidence: &mut Evidence,
+    ) -> Result<usize, EngineError> {
+        // Participant, place in the batch, and tokens of the row up to there.
+        let mut places: Vec<(usize, usize, usize)> = Vec::new();
+        for wanted in wanted {
+            let length = participants[wanted.participant].row.token_ids.len();
+            let sampled = wanted.sampled();
+            places.extend(
+                sampled.map(|place| (wanted.participant, place, length - (wanted.end - 1 - place))),
+            );
+        }
+        let mut heads = 0;
+        let mut samples = Vec::with_capacity(places.len());
+        for block in places.chunks(SAMPLE_BLOCK) {
+            let rows: Vec<usize> = block.iter().map(|(_, place, _)| *place).collect();
+            let logits = self.model.logits(&mut self.backend, hidden, &rows)?;
+            evidence.computed(&logits);
+            heads += 1;
+            let mut requests: Vec<_> = block
+                .iter()
+                .enumerate()
+                .map(|(logits_row, (participant, _, length))| {
+                    let row = &participants[*participant].row;
+                    row.sample_request(logits_row, *length)
+                })
+                .collect();
+            let block = self.backend.sample(&logits, &mut requests)?;
+            evidence.sampled(&block);
+            samples.extend(block.into_value());
+        }
+        let mut samples = samples.into_iter();
+        for wanted in wanted {
+            let own: Vec<_> = samples.by_ref().take(wanted.sampled().len()).collect();
+            if own.is_empty() {
+                continue;
+            }
+            let participant = &mut participants[wanted.participant];
+            if participant.take_samples(own.into_iter()) {
+                let length = participant.row.token_ids.len();
+                let cache = &mut participant.row.cache;
+                self.backend.truncate_cache(cache, length);
+            }
+        }
+        Ok(heads)
     }
 
     /// Scores a chunk block by block; returns how often the head ran.

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use super::{OpenRow, PrefillGoal, RowId, RowOutput, SampledToken};
+use super::{OpenRow, PrefillGoal, RowId, RowOutput, SampledToken, ScorePart};
 use crate::error::EngineError;
 use crate::sampler::{SampleRequest, SampleResult, SamplingParameters};
 
@@ -34,14 +34,14 @@ impl<C> Row<C> {
         }
     }
 
-    /// Returns the request to sample after the row's last token. Plans were checked: the length is at least
-    /// `prompt_tokens` when something is sampled.
-    pub(super) fn sample_request(&self, logits_row: usize) -> SampleRequest<'_> {
-        let output_index = self.token_ids.len().saturating_sub(self.prompt_tokens);
+    /// Returns the request to sample after the row's first `length` tokens: it sees nothing of those behind. Plans were
+    /// checked: the length is at least `prompt_tokens` when something is sampled.
+    pub(super) fn sample_request(&self, logits_row: usize, length: usize) -> SampleRequest<'_> {
+        let output_index = length.saturating_sub(self.prompt_tokens);
         SampleRequest {
             logits_row,
             parameters: &self.sampling,
-            history: &self.token_ids,
+            history: self.token_ids.get(..length).unwrap_or(&self.token_ids),
             prompt_tokens: self.prompt_tokens,
             output_index: output_index as u64,
             top_logprobs: self.top_logprobs,
@@ -61,7 +61,33 @@ pub(super) enum Work {
         token_id: u32,
         steps_left: usize,
     },
+    /// A decode step with guesses of the steps after it.
+    Verify {
+        token_id: u32,
+        draft: Vec<u32>,
+    },
     Done,
+}
+
+/// What a pass is run for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum PassGoal {
+    /// More chunks follow.
+    Fill,
+    /// The predictions of the last `positions` tokens are sampled.
+    Sample { positions: usize },
+    /// The positions are scored.
+    Score(ScorePart),
+}
+
+impl From<PrefillGoal> for PassGoal {
+    fn from(goal: PrefillGoal) -> Self {
+        match goal {
+            PrefillGoal::Fill => Self::Fill,
+            PrefillGoal::Sample => Self::Sample { positions: 1 },
+            PrefillGoal::Score(part) => Self::Score(part),
+        }
+    }
 }
 
 /// A row while a plan runs.
@@ -101,16 +127,17 @@ impl<C> Participant<C> {
         match &self.work {
             Work::Prefill { token_ids, .. } => token_ids.len(),
             Work::Decode { .. } => 1,
+            Work::Verify { draft, .. } => 1 + draft.len(),
             Work::Done => 0,
         }
     }
 
     /// Feeds the next tokens to the history and returns what is wanted of the pass.
-    pub(super) fn feed(&mut self) -> Option<PrefillGoal> {
+    pub(super) fn feed(&mut self) -> Option<PassGoal> {
         match std::mem::replace(&mut self.work, Work::Done) {
             Work::Prefill { token_ids, goal } => {
                 self.row.token_ids.extend(token_ids);
-                Some(goal)
+                Some(goal.into())
             }
             Work::Decode {
                 token_id,
@@ -121,14 +148,43 @@ impl<C> Participant<C> {
                     token_id,
                     steps_left,
                 };
-                Some(PrefillGoal::Sample)
+                Some(PassGoal::Sample { positions: 1 })
+            }
+            Work::Verify { token_id, draft } => {
+                let positions = 1 + draft.len();
+                self.row.token_ids.push(token_id);
+                self.row.token_ids.extend(draft);
+                Some(PassGoal::Sample { positions })
             }
             Work::Done => None,
         }
     }
 
+    /// Takes the samples behind the row's last tokens, one for each, up to the first that is not the token fed after it
+    /// or that ends the row. The history is cut to what was sampled after; returns whether tokens were cut off.
+    pub(super) fn take_samples(
+        &mut self,
+        samples: impl ExactSizeIterator<Item = Result<SampleResult, EngineError>>,
+    ) -> bool {
+        let fed = self.row.token_ids.len();
+        let mut length = fed.saturating_sub(samples.len());
+        for sample in samples {
+            length += 1;
+            self.take_sample(sample);
+            let guessed = self.row.token_ids.get(length).copied();
+            let went_on = self.failure.is_none()
+                && guessed == self.row.last_sample
+                && !guessed.is_some_and(|token_id| self.row.end_token_ids.contains(&token_id));
+            if !went_on {
+                break;
+            }
+        }
+        self.row.token_ids.truncate(length);
+        length < fed
+    }
+
     /// Takes the sampled token, or the reason why there is none.
-    pub(super) fn take_sample(&mut self, sample: Result<SampleResult, EngineError>) {
+    fn take_sample(&mut self, sample: Result<SampleResult, EngineError>) {
         let sample = match sample {
             Ok(sample) => sample,
             Err(error) => {

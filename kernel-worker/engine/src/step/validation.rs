@@ -145,8 +145,14 @@ impl<C> PlanRules<'_, C> {
         if decode.steps == 0 {
             return refuse(format!("row {row} decodes 0 steps"));
         }
-        if let Some(token_id) = decode.token {
-            self.token(decode.row, token_id)?;
+        if !decode.draft.is_empty() && (decode.steps != 1 || decode.token.is_none()) {
+            return refuse(format!(
+                "row {row} has a draft, {} steps and the token {:?}; a draft goes with 1 step and a token",
+                decode.steps, decode.token
+            ));
+        }
+        for token_id in decode.token.iter().chain(&decode.draft) {
+            self.token(decode.row, *token_id)?;
         }
         let Some(state) = state else {
             return Ok(());
@@ -159,6 +165,13 @@ impl<C> PlanRules<'_, C> {
             return refuse(format!(
                 "row {row} is fed a token, its capacity of {} is full",
                 state.capacity_tokens
+            ));
+        }
+        let left = state.capacity_tokens.saturating_sub(state.length + 1);
+        if decode.draft.len() > left {
+            return refuse(format!(
+                "row {row} has a draft of {} tokens, {left} are left of its capacity",
+                decode.draft.len()
             ));
         }
         sampled_behind_prompt(decode.row, state.length + 1, state)

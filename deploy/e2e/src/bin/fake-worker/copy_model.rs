@@ -134,6 +134,21 @@ impl CopyModel {
             row: decode.row,
             ..wire::RowResult::default()
         };
+        let draft = decode.draft_token_ids.as_slice();
+        if !draft.is_empty() {
+            passes.forward = passes.forward.max(1);
+            passes.head = passes.head.max(1);
+            passes.sample = passes.sample.max(1);
+            for place in 0..=draft.len() {
+                let token = row.sample();
+                let id = token.token_id;
+                result.tokens.push(token);
+                if draft.get(place) != Some(&id) || row.end_token_ids.contains(&id) {
+                    break;
+                }
+            }
+            return row.account(result);
+        }
         for step in 1..=u64::from(decode.steps) {
             let token = row.sample();
             let ends = row.end_token_ids.contains(&token.token_id);
