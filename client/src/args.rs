@@ -230,6 +230,11 @@ pub(crate) struct Sampling {
     #[arg(long)]
     pub(crate) truncate: bool,
 
+    /// Keep the first N tokens of a truncated prompt and drop those behind them; the answer itself still ends at the
+    /// context's end
+    #[arg(long, value_name = "N", requires = "truncate")]
+    pub(crate) sink_tokens: Option<u32>,
+
     /// Tokens that a worker computes at most before the gateway looks at them: the same answer, fewer round trips,
     /// larger pieces [default: 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=32))]

@@ -169,7 +169,7 @@ impl ValidRequest {
         let options = parts.generation.unwrap_or_default();
         let policy = available_policy(model, parts.policy)?;
         check_prompt(model, &prompt)?;
-        let truncated_tokens = fit(model, &mut prompt, options.truncate_prompt)?;
+        let truncated_tokens = fit(model, &mut prompt, truncation(&options)?)?;
         let prompt_tokens = count(&prompt);
         let left = model.context_length.saturating_sub(prompt_tokens);
         let wanted = options.max_tokens.unwrap_or(DEFAULT_MAX_TOKENS);
@@ -195,7 +195,12 @@ impl ValidRequest {
         // A stop string is found by us, not by the worker: unless told otherwise, each token is seen before more are made.
         let steps = match (options.tokens_per_plan, delivery) {
             (Some(steps), _) => within("generation.tokens_per_plan", steps, MAX_DECODE_STEPS)?,
-            (None, Delivery::Whole) if options.stop.is_empty() => UNWATCHED_STEPS,
+            // A draft is looked up between plans: several steps would leave no chance for one.
+            (None, Delivery::Whole)
+                if options.stop.is_empty() && options.prompt_lookup.is_none() =>
+            {
+                UNWATCHED_STEPS
+            }
             (None, Delivery::Whole | Delivery::Stream) => 1,
         };
         let prompt_lookup = options.prompt_lookup.map(prompt_lookup).transpose()?;
@@ -407,19 +412,58 @@ fn check_prompt(model: &ModelLimits, prompt: &[u32]) -> Result<(), GatewayError>
 }
 
 /// Cuts the begin of a prompt that leaves no room for one token of answer; returns how much was cut.
-fn fit(model: &ModelLimits, prompt: &mut Vec<u32>, truncate: bool) -> Result<u32, GatewayError> {
+/// What happens to a prompt that is too long.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Truncation {
+    /// It is refused.
+    Refuse,
+    /// It loses tokens behind the first `sink_tokens`.
+    Cut { sink_tokens: u32 },
+}
+
+fn truncation(options: &v1::GenerationOptions) -> Result<Truncation, GatewayError> {
+    match (options.truncate_prompt, options.truncation_sink_tokens) {
+        (true, sink_tokens) => Ok(Truncation::Cut {
+            sink_tokens: sink_tokens.unwrap_or_default(),
+        }),
+        (false, None) => Ok(Truncation::Refuse),
+        (false, Some(_)) => Err(GatewayError::invalid(
+            "generation.truncation_sink_tokens",
+            "needs truncate_prompt",
+        )),
+    }
+}
+
+/// Makes a prompt fit the context and leaves room for one token. Returns how many tokens it lost.
+fn fit(
+    model: &ModelLimits,
+    prompt: &mut Vec<u32>,
+    truncation: Truncation,
+) -> Result<u32, GatewayError> {
     let limit = model.context_length.saturating_sub(1);
     let excess = prompt.len().saturating_sub(index(limit));
     if excess == 0 {
         return Ok(0);
     }
-    if !truncate || limit == 0 {
-        return Err(GatewayError::PromptTooLong {
-            tokens: prompt.len(),
-            limit,
-        });
+    let sink_tokens = match truncation {
+        Truncation::Cut { sink_tokens } if limit > 0 => sink_tokens,
+        Truncation::Cut { .. } | Truncation::Refuse => {
+            return Err(GatewayError::PromptTooLong {
+                tokens: prompt.len(),
+                limit,
+            });
+        }
+    };
+    if sink_tokens >= limit {
+        return Err(GatewayError::invalid(
+            "generation.truncation_sink_tokens",
+            format!(
+                "is {sink_tokens}, a prompt has room for {limit} tokens and must keep its last"
+            ),
+        ));
     }
-    prompt.drain(..excess);
+    let sink = index(sink_tokens);
+    prompt.drain(sink..sink + excess);
     Ok(u32::try_from(excess).unwrap_or(u32::MAX))
 }
 

@@ -272,6 +272,7 @@ pub(crate) fn generation_options(sampling: &Sampling) -> velox_proto::v1::Genera
         ignore_eos: sampling.ignore_eos,
         return_token_ids: sampling.token_ids,
         truncate_prompt: sampling.truncate,
+        truncation_sink_tokens: sampling.sink_tokens,
         tokens_per_plan: sampling.tokens_per_eval,
         prompt_lookup: sampling.ngram.then_some(velox_proto::v1::PromptLookup {
             ngram_tokens: Some(sampling.ngram_n),

@@ -83,6 +83,30 @@ fn truncation_happens_on_request_only_and_is_reported() {
 }
 
 #[test]
+fn the_first_tokens_of_a_truncated_prompt_may_stay() {
+    let asked = |truncate_prompt, sink_tokens| {
+        let parts = options(v1::GenerationOptions {
+            truncate_prompt,
+            truncation_sink_tokens: Some(sink_tokens),
+            ..v1::GenerationOptions::default()
+        });
+        generate((0..130).map(|id| id % 50).collect(), parts)
+    };
+    let prompt: Vec<u32> = (0..130).map(|id| id % 50).collect();
+    let request = asked(true, 4).unwrap();
+    assert_eq!(request.presentation.truncated_tokens, 31);
+    assert_eq!(request.job.prompt(), [&prompt[..4], &prompt[35..]].concat());
+    assert!(asked(true, 98).is_ok());
+    let refused = asked(true, 99).unwrap_err().to_string();
+    assert!(
+        refused.contains("is 99") && refused.contains("room for 99"),
+        "{refused}"
+    );
+    let refused = asked(false, 4).unwrap_err().to_string();
+    assert!(refused.contains("needs truncate_prompt"), "{refused}");
+}
+
+#[test]
 fn ignore_eos_keeps_the_caller_s_own_stop_tokens() {
     let request = generate(
         vec![1],
@@ -111,6 +135,12 @@ fn several_steps_need_a_patient_reader_without_stop_strings() {
     assert_eq!(steps(Delivery::Whole, vec![]), UNWATCHED_STEPS);
     assert_eq!(steps(Delivery::Whole, vec!["x".into()]), 1);
     assert_eq!(steps(Delivery::Stream, vec![]), 1);
+    let parts = options(v1::GenerationOptions {
+        prompt_lookup: Some(v1::PromptLookup::default()),
+        ..v1::GenerationOptions::default()
+    });
+    let drafting = ValidRequest::generate(&model(), vec![1], parts, Delivery::Whole, 0).unwrap();
+    assert_eq!(work(&drafting).steps, 1);
 }
 
 #[test]

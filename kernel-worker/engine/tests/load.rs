@@ -186,10 +186,11 @@ fn a_weight_that_no_block_can_hold_is_named() {
     let header = usize::try_from(u64::from_le_bytes(weights[..8].try_into().unwrap())).unwrap();
     let table: serde_json::Value = serde_json::from_slice(&weights[8..8 + header]).unwrap();
     let tensor = &table["model.layers.1.self_attn.k_proj.weight"];
-    assert_eq!(tensor["dtype"], "F32");
+    assert_eq!(tensor["dtype"], "BF16");
     let start = usize::try_from(tensor["data_offsets"][0].as_u64().unwrap()).unwrap();
-    let at = 8 + header + start + 4 * 5;
-    weights[at..at + 4].copy_from_slice(&1e30_f32.to_le_bytes());
+    let at = 8 + header + start + 2 * 5;
+    // The upper half of an f32 is a bf16.
+    weights[at..at + 2].copy_from_slice(&1e30_f32.to_le_bytes()[2..]);
     std::fs::write(folder.path().join("model.safetensors"), weights).unwrap();
 
     let at_load = LoadOptions {
