@@ -202,7 +202,7 @@ fn a_weight_that_no_block_can_hold_is_named() {
     let text = error.to_string();
     assert!(
         text.ends_with(
-            "k_proj of layer 1 of type F32 cannot be quantised: a value is no number, or too large for a block with \
+            "k_proj of layer 1 of type BF16 cannot be quantised: a value is no number, or too large for a block with \
              an f16 scale"
         ),
         "{text}"
