@@ -3,7 +3,7 @@
 use std::num::NonZeroUsize;
 use std::time::Instant;
 
-use velox_engine::offer::Offers;
+use velox_engine::offer::{Offer, Offers};
 use velox_engine::probe::{ProbeOutcome, ProbedBackends, sample_matrix};
 use velox_kernels::block::BlockType;
 use velox_kernels::cpu::CpuKernelSet;
@@ -51,12 +51,19 @@ pub fn run(threads: NonZeroUsize, offers: Offers) -> ProbeReport {
         Ok(kernels) => probe_kernels(&mut ops, &kernels),
         Err(error) => tracing::warn!(%error, "SIMD kernels cannot be probed"),
     }
+    let device = device_name();
     let backends = BackendLabel::AUTO_ORDER
         .into_iter()
         .map(|label| {
             let missing = probed.why_not(label, &[]);
             let reason = missing.unwrap_or_else(|| withdrawn(&ops, label));
+            let offer = probed.offers().find(label).ok();
+            let offer = offer.filter(|_there| reason.is_empty());
             v1::BackendCapability {
+                device: offer.map_or_else(String::new, |offer| {
+                    offer.device().unwrap_or_else(|| device.clone())
+                }),
+                kernel: offer.map_or_else(String::new, Offer::kernel),
                 backend: wire_backend(label).into(),
                 available: reason.is_empty(),
                 reason,
@@ -65,7 +72,7 @@ pub fn run(threads: NonZeroUsize, offers: Offers) -> ProbeReport {
         })
         .collect();
     ProbeReport {
-        device: device_name(),
+        device,
         kernel: CpuKernelSet::detect().name().to_owned(),
         backends,
         ops,

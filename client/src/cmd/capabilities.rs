@@ -53,11 +53,12 @@ fn text(capabilities: &GetCapabilitiesResponse) -> String {
                 vec![
                     backend_name(backend.backend()).to_owned(),
                     if backend.available { "yes" } else { "no" }.to_owned(),
+                    backend.kernel.clone(),
                     backend.reason.clone(),
                 ]
             })
             .collect();
-        text.push_str(&table(&["BACKEND", "AVAILABLE", "REASON"], &rows));
+        text.push_str(&table(&["BACKEND", "AVAILABLE", "KERNEL", "REASON"], &rows));
         text.push('\n');
         text.push_str(&table(
             &["OP", "BACKEND", "TYPES", "MAX ERROR", "WITHDRAWN"],
@@ -140,6 +141,9 @@ fn worker_json(worker: &WorkerCapabilities) -> Value {
             "backend": backend_name(backend.backend()),
             "available": backend.available,
             "reason": backend.reason,
+            "device": backend.device,
+            "kernel": backend.kernel,
+            "batch_invariant": backend.batch_invariant,
         })).collect::<Vec<_>>(),
         "ops": worker.ops.iter().map(|op| json!({
             "op": op.op,

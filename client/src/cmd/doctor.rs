@@ -99,6 +99,18 @@ fn model(target: &Target) -> Finding {
     }
 }
 
+/// Says beside a reason what to do about it, where something can be done.
+fn with_remedy(reason: &str) -> String {
+    let remedy = if reason.contains("is not installed") {
+        "; build it: cargo --config \"$(deploy/mlx-linux)\" build --release --package velox-mlx --features mlx"
+    } else if reason.contains("libmlx") {
+        "; deploy/mlx-linux puts MLX where the worker looks for it"
+    } else {
+        ""
+    };
+    format!("{reason}{remedy}")
+}
+
 /// What each worker's probes found, with the reason where a backend is missing.
 async fn backends(session: &Session) -> anyhow::Result<Vec<Finding>> {
     let capabilities = fetch(session).await?;
@@ -111,11 +123,26 @@ async fn backends(session: &Session) -> anyhow::Result<Vec<Finding>> {
             ),
             good: backend.available,
             advice: if backend.available {
-                format!("{} ({})", worker.device, worker.kernel)
+                format!("{} ({})", backend.device, backend.kernel)
             } else {
-                backend.reason.clone()
+                with_remedy(&backend.reason)
             },
         })
     });
     Ok(findings.collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_can_be_mended_has_a_remedy() {
+        let missing = "velox-kernel-worker-mlx is not installed beside the gateway";
+        assert!(with_remedy(missing).contains("--features mlx"));
+        let unloaded = "velox-kernel-worker-mlx: libmlx.so: cannot open shared object file";
+        assert!(with_remedy(unloaded).contains("deploy/mlx-linux"));
+        let elsewhere = "Metal exists on macOS only";
+        assert_eq!(with_remedy(elsewhere), elsewhere);
+    }
 }

@@ -48,6 +48,22 @@ mod sealed {
 }
 
 /// The Apple GPU.
+///
+/// Nobody else can make the witness, so nobody else can put its label on a value:
+///
+/// ```compile_fail
+/// use velox_kernels::ran::Ran;
+/// use velox_mlx::ffi::MetalDevice;
+///
+/// let forged = Ran::new(MetalDevice(()), 42);
+/// ```
+///
+/// Nor can the trait be implemented for another type, which would bring a witness of its own:
+///
+/// ```compile_fail
+/// struct Mine;
+/// impl velox_mlx::ffi::MlxDevice for Mine {}
+/// ```
 #[derive(Debug)]
 pub struct MetalDevice(());
 

@@ -5,6 +5,9 @@ use std::sync::OnceLock;
 
 use super::error::{MlxError, keep_failure, last_failure};
 
+/// Bytes of freed buffers that MLX keeps for the next allocation; its own limit is most of the machine's memory.
+const CACHE_LIMIT_BYTES: usize = 1 << 30;
+
 /// The version whose binary interface the C sources were compiled for.
 pub const MLX_VERSION: &str = "0.32.2";
 
@@ -47,6 +50,7 @@ fn prepare() -> Result<(), MlxError> {
     let _ = mlx_rs::ops::add(&one, &one);
     // SAFETY: the handler is a function that lives as long as the process and takes no data.
     unsafe { mlx_sys::mlx_set_error_handler(Some(keep_failure), std::ptr::null_mut(), None) };
+    mlx_rs::memory::set_cache_limit(CACHE_LIMIT_BYTES)?;
     let found = version()?;
     if found != MLX_VERSION {
         return Err(MlxError::Unavailable(format!(
