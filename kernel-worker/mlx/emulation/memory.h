@@ -6,7 +6,9 @@
 
 #include <map>
 #include <memory>
+#include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "threads.h"
@@ -108,7 +110,7 @@ struct CellArray : AnyArray {
   std::vector<Cell<T>> cells;
 };
 
-// The arrays of the running threadgroup, by the line that declares them. Forgotten when the next threadgroup starts.
+// The arrays of the running threadgroup, by the line that declares them and their name. Forgotten when the next threadgroup starts.
 class ThreadgroupMemory {
  public:
   static ThreadgroupMemory& current() {
@@ -123,7 +125,7 @@ class ThreadgroupMemory {
 
   template <class T>
   std::vector<Cell<T>>& array(const char* name, uint64_t length, int line) {
-    std::unique_ptr<AnyArray>& entry = arrays_[line];
+    std::unique_ptr<AnyArray>& entry = arrays_[{line, name}];
     if (!entry) {
       bytes_ += length * sizeof(T);
       if (bytes_ > MAXIMUM_THREADGROUP_BYTES) {
@@ -137,7 +139,7 @@ class ThreadgroupMemory {
   }
 
  private:
-  std::map<int, std::unique_ptr<AnyArray>> arrays_;
+  std::map<std::pair<int, std::string>, std::unique_ptr<AnyArray>> arrays_;
   size_t bytes_ = 0;
 };
 

@@ -8,8 +8,9 @@
 //! * [`KERNELS`] lists the kernels.
 //! * [`turns`] prepares an input of [`ROPE_REENCODE`].
 //!
-//! Sizes arrive in a small buffer named `sizes`, so one compiled variant serves all lengths. A buffer has fewer than
-//! 2^32 elements. What a body expects of its buffers stands at its top.
+//! Sizes arrive in a small buffer named `sizes`, so one compiled variant serves all lengths. What a body expects of its
+//! buffers stands at its top. Every buffer is row major without gaps (`ensure_row_contiguous` of the call) and has fewer
+//! than 2^32 elements; nothing in a body checks that sizes and buffers agree, the caller does.
 
 mod catalogue;
 
