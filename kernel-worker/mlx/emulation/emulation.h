@@ -1,10 +1,15 @@
 // Emulates the part of Metal that the kernels use, so that their text can be compiled as C++20 and run without a Mac.
 //
-// It is an emulation for tests, and never a backend: it shows that a kernel's text is C++ that means what the oracle
-// says, for the sizes that were tried, and it stops a kernel that leaves a buffer or array, reads threadgroup memory
-// that nobody wrote, lacks a barrier, diverges around one, writes an output twice or not at all. It does not show that
-// Metal's own compiler accepts the text, that the address spaces fit, what the GPU's registers allow, how fast a kernel
-// is, or how the GPU rounds where Metal leaves that open.
+// It is an emulation for tests, and never a backend.
+//
+// It shows that a kernel's text is C++ that means what the oracle says, for the sizes that were tried. It stops a kernel
+// that leaves a buffer or array, reads threadgroup memory that nobody wrote, lacks a barrier between two threads' accesses,
+// diverges around a barrier or SIMD-group operation, takes more threadgroup memory or threads than there are, or writes
+// an element of an output from two threads or not at all.
+//
+// It does not show that Metal's own compiler accepts the text (C++20 that Metal lacks would pass), that address spaces
+// fit, what the GPU's registers allow, how fast a kernel is, or how the GPU rounds and orders sums where Metal leaves
+// that open. Threads take turns, so a race in device memory shows only as two writers of an output.
 //
 // * fault.h: how a mistake is reported.       * numbers.h: scalar and vector types.
 // * threads.h: threads as fibers.             * memory.h: checked buffers and threadgroup arrays.

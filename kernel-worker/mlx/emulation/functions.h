@@ -12,7 +12,6 @@
 using std::cos;
 using std::exp;
 using std::fabs;
-using std::fma;
 using std::fmax;
 using std::fmin;
 using std::max;

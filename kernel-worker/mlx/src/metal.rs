@@ -288,6 +288,7 @@ impl Variant {
             Threads::Simdgroup => (SIMDGROUP_THREADS, SIMDGROUP_THREADS),
             Threads::Constant(name) => match self.value(name) {
                 Some(Value::Integer(threads)) => (threads, threads),
+                // No kernel of the catalogue: its test holds them to integers.
                 _ => (1, 1),
             },
         };

@@ -2,8 +2,8 @@
 //!
 //! Tolerance: none, everything is compared exactly. Packing is whole numbers. Quantising is one IEEE operation after the
 //! other (largest and smallest do not depend on the order; division, rounding to f16 and to a whole number are correctly
-//! rounded), and decoding one multiplication or one fused multiplication and addition, then the rounding to `T`. Metal
-//! without fast math promises the same; the GPU run has to confirm it.
+//! rounded), and decoding an exact product and one addition, then the rounding to `T`. Metal without fast math promises the
+//! same; a run on the GPU has to confirm it.
 
 use half::f16;
 use velox_kernels::block::BlockType;
@@ -73,12 +73,14 @@ pub(crate) fn variants() -> Vec<Variant> {
             variants.push(quantising(kernel, format));
         }
     }
-    // A stored block of Q8_0 is such a group.
     variants.push(quantising(&SCALAR_DEQUANTISE, Q8_0));
+    variants.push(quantising(&AFFINE_DEQUANTISE, Q4_1));
     variants
 }
 
+// Stored blocks of these types are such groups.
 const Q8_0: (Element, u8, u8) = (Element::F32, 8, 32);
+const Q4_1: (Element, u8, u8) = (Element::F32, 4, 32);
 
 /// Numbers as the kernels take them.
 fn extents(sizes: &[usize]) -> Vec<u32> {
@@ -331,4 +333,35 @@ fn a_block_of_q8_0_is_a_group_of_scalar_codes() {
     let mut expected = vec![0.0; values.len()];
     let _ = dequantise_row(BlockType::Q8_0, &blocks, &mut expected).unwrap();
     assert_same(&decode(Element::F32, &decoded), &expected, "Q8_0");
+}
+
+#[test]
+fn a_block_of_q4_1_is_a_group_of_affine_codes() {
+    let Some(emulation) = emulation("a_block_of_q4_1_is_a_group_of_affine_codes") else {
+        return;
+    };
+    let values = noise(2 * 96, 4);
+    let quantised = oracle::affine_quantise(&values, 96, 4, 32);
+    let buffers = Buffers::of(&quantised, 96, 4, 32);
+    let [decoded] = emulation.run(
+        &quantising(&AFFINE_DEQUANTISE, Q4_1),
+        items(96, 2),
+        &[
+            &buffers.packed,
+            &buffers.scales,
+            &buffers.minimums,
+            &buffers.sizes,
+        ],
+        [4 * values.len()],
+    );
+    let mut blocks = Vec::new();
+    for (group, codes) in quantised.codes.chunks_exact(32).enumerate() {
+        blocks.extend(quantised.scales[group].to_le_bytes());
+        blocks.extend(quantised.minimums[group].to_le_bytes());
+        let (low, high) = codes.split_at(16);
+        blocks.extend(low.iter().zip(high).map(|(low, high)| low | high << 4));
+    }
+    let mut expected = vec![0.0; values.len()];
+    let _ = dequantise_row(BlockType::Q4_1, &blocks, &mut expected).unwrap();
+    assert_same(&decode(Element::F32, &decoded), &expected, "Q4_1");
 }

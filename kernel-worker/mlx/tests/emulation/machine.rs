@@ -56,7 +56,11 @@ impl Emulation {
         output_bytes: [usize; OUTPUTS],
     ) -> [Vec<u8>; OUTPUTS] {
         self.attempt(variant, items, inputs, output_bytes)
-            .unwrap_or_else(|fault| panic!("{variant:?} of {items:?}: {fault}"))
+            .unwrap_or_else(|fault| {
+                let constants: Vec<_> = variant.constants().collect();
+                let name = variant.kernel().name;
+                panic!("{name} {constants:?} of {items:?}: {fault}")
+            })
     }
 
     /// As [`Self::run`]; returns what the emulation reports if the kernel does something wrong.

@@ -133,11 +133,11 @@ pub(crate) fn scalar_dequantise(
     })
 }
 
-/// Decodes `code * scale + minimum`, rounded once.
+/// Decodes `code * scale + minimum`; the product is exact, see the kernel.
 pub(crate) fn affine_dequantise(quantised: &Quantised, columns: usize, group: usize) -> Vec<f32> {
     decode(quantised, columns, group, |at, code| {
         let (scale, minimum) = (quantised.scales[at], quantised.minimums[at]);
-        f32::from(code).mul_add(scale.to_f32(), minimum.to_f32())
+        f32::from(code) * scale.to_f32() + minimum.to_f32()
     })
 }
 

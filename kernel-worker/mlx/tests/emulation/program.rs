@@ -20,7 +20,7 @@ const HEADERS: [&str; 6] = [
 const FLAGS: [&str; 8] = [
     "-std=c++20",
     "-O1",
-    // The text says where a product and a sum are rounded once.
+    // The same on every machine: a product and a sum are rounded apart.
     "-ffp-contract=off",
     // What the checked types cannot see: arrays of one thread, shifts, conversions of floats, signed overflow.
     "-fsanitize=bounds,shift,float-cast-overflow,signed-integer-overflow",
