@@ -301,3 +301,39 @@ fn attention_agrees_with_the_reference() {
         assert!(error <= limit, "{actual} instead of {expected}");
     }
 }
+
+#[test]
+fn a_score_that_is_no_number_spoils_its_head_and_minus_infinity_hides() {
+    let test = "a_score_that_is_no_number_spoils_its_head_and_minus_infinity_hides";
+    let Some(emulation) = emulation(test) else {
+        return;
+    };
+    let format = FORMATS[2];
+    let case = Case {
+        n_heads: 2,
+        n_kv_heads: 2,
+        length: 6,
+        capacity: 6,
+        query_size: 1.0,
+    };
+    let head_dim = usize::from(format.head_dim);
+    let queries = vec![1.0; case.n_heads * head_dim];
+    let mut cache = Cache::new(format, case, |_| true);
+    let mut attend_with = |first_key: f32, mask: &[bool]| {
+        cache.keys[..head_dim].fill(first_key);
+        cache.buffers[0] = encode(format.element, &cache.keys);
+        run(emulation, format, case, (&queries, &cache, mask))
+    };
+    let all = [true; 6];
+    let others = [false, true, true, true, true, true];
+    let hidden = attend_with(0.0, &others);
+    // The sum of such products is -inf, which is the first and largest score so far.
+    let minus_infinity = attend_with(-f32::MAX, &all);
+    assert_eq!(minus_infinity[..head_dim], hidden[..head_dim]);
+    for bad in [f32::MAX, f32::NAN] {
+        let actual = attend_with(bad, &all);
+        assert!(actual[..head_dim].iter().all(|x| x.is_nan()), "{bad}");
+        // The second head has keys of its own.
+        assert_eq!(actual[head_dim..], minus_infinity[head_dim..], "{bad}");
+    }
+}
