@@ -111,17 +111,6 @@ impl Element {
             Self::F32 => "float",
         }
     }
-
-    /// Returns the bytes of an element.
-    #[must_use]
-    pub const fn bytes(self) -> usize {
-        match self {
-            Self::Bool | Self::U8 => 1,
-            Self::F16 | Self::Bf16 => 2,
-            Self::U32 | Self::F32 => 4,
-            Self::U64 => 8,
-        }
-    }
 }
 
 /// An input or output.
