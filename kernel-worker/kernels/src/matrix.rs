@@ -25,6 +25,20 @@ pub enum MatrixError {
         /// Bytes given.
         actual: usize,
     },
+    /// Scales or biases of another type.
+    #[error("scales and biases must be F32, F16 or BF16, not {block}")]
+    NoFloats {
+        /// Block type.
+        block: &'static str,
+    },
+    /// Biases belong to scales one by one.
+    #[error("biases have shape {biases:?}, scales {scales:?}")]
+    BiasShape {
+        /// Rows and columns of the scales.
+        scales: [usize; 2],
+        /// Rows and columns of the biases.
+        biases: [usize; 2],
+    },
 }
 
 /// `[rows, columns]`, row major, each row a whole number of blocks. Cloning shares the bytes.

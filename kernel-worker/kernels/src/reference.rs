@@ -17,6 +17,7 @@ mod softmax;
 
 pub use activation::{add, silu_mul};
 pub use attend::attend;
+pub(crate) use dequantise::dequantise;
 pub use dequantise::dequantise_row;
 pub use embed::embed;
 pub use mat_mul::mat_mul;

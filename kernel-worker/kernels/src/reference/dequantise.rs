@@ -38,7 +38,7 @@ pub fn dequantise_row(
 }
 
 /// As [`dequantise_row`], for a row whose lengths were checked.
-pub(super) fn dequantise(block_type: BlockType, bytes: &[u8], out: &mut [f32]) {
+pub(crate) fn dequantise(block_type: BlockType, bytes: &[u8], out: &mut [f32]) {
     match block_type {
         BlockType::F32 => blocks(bytes, out, |block: &[u8; 4], value: &mut [f32; 1]| {
             value[0] = f32::from_le_bytes(*block);

@@ -1,0 +1,202 @@
+//! Affine groups as blocks or floats, for kernels that know no others.
+
+use std::collections::TryReserveError;
+
+use half::f16;
+
+use super::{AffineLayout, AffineMatrix, RUN};
+use crate::block::BlockType;
+use crate::buffer::{AlignedBytes, ByteSource};
+use crate::matrix::Matrix;
+use crate::reference::dequantise;
+
+/// Rows that are worth a thread of their own.
+const MIN_ROWS_PER_THREAD: usize = 64;
+/// Least magnitude for which an f16 has all its digits.
+const SMALLEST_NORMAL_F16: f32 = 6.103_515_6e-5;
+const LARGEST_F16: f32 = 65504.0;
+
+/// What becomes of a matrix that no block type holds exactly.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Spare {
+    /// F32: the weights are those of the file.
+    Exact,
+    /// F16, half as large: a weight is off by at most 2^-11 of the largest one. F32 where that is out of its range.
+    Half,
+}
+
+impl AffineMatrix {
+    /// Returns the matrix as the kernels of the host read it, made on up to `threads` threads.
+    ///
+    /// Up to 4 bits become Q4_1 and 5 bits Q5_1, whose rule is the same, if each scale and bias is an f16 too. Others
+    /// (6 and 8 bits, and scales beyond f16) become floats: see [`Spare`].
+    ///
+    /// # Errors
+    /// What the allocator says.
+    pub fn to_matrix(&self, spare: Spare, threads: usize) -> Result<Matrix, TryReserveError> {
+        let target = self.target(spare);
+        let (rows, columns) = (self.rows(), self.columns());
+        // Blocks and floats of a row overflow only if it had more columns than memory has bytes.
+        let row_bytes = target.row_bytes(columns).unwrap_or(usize::MAX);
+        let mut bytes = AlignedBytes::zeroed(row_bytes.saturating_mul(rows))?;
+        let rows_per_thread = rows.div_ceil(threads.max(1)).max(MIN_ROWS_PER_THREAD);
+        let parts = bytes
+            .as_elements_mut::<u8>()
+            .chunks_mut((rows_per_thread * row_bytes).max(1))
+            .enumerate();
+        std::thread::scope(|scope| {
+            for (part, out) in parts {
+                scope.spawn(move || {
+                    let rows = part * rows_per_thread..;
+                    for (row, out) in rows.zip(out.chunks_exact_mut(row_bytes.max(1))) {
+                        self.convert_row(row, target, out);
+                    }
+                });
+            }
+        });
+        Ok(Matrix::new(target, rows, columns, ByteSource::from(bytes))
+            .expect("the bytes were counted by the same shape"))
+    }
+
+    /// Chooses what holds the weights.
+    fn target(&self, spare: Spare) -> BlockType {
+        let fits = |matrix: &Matrix| {
+            matrix.block_type() == BlockType::F16
+                || (0..matrix.rows()).all(|row| {
+                    let exact = |value: &f32| f16::from_f32(*value).to_f32() == *value;
+                    floats(matrix, row).iter().all(exact)
+                })
+        };
+        let block_type = match self.layout.bits() {
+            2..=4 => Some(BlockType::Q4_1),
+            5 => Some(BlockType::Q5_1),
+            _ => None,
+        };
+        if let Some(block_type) = block_type
+            && fits(&self.scales)
+            && fits(&self.biases)
+        {
+            return block_type;
+        }
+        match spare {
+            Spare::Half if self.is_in_range_of_f16() => BlockType::F16,
+            Spare::Exact | Spare::Half => BlockType::F32,
+        }
+    }
+
+    /// Returns whether the largest weight that the groups can express is a normal f16: the others are then rounded by
+    /// at most 2^-11 of it.
+    fn is_in_range_of_f16(&self) -> bool {
+        let largest_code = f32::from(largest_code(self.layout));
+        let mut largest = 0.0_f32;
+        for row in 0..self.rows() {
+            for (scale, bias) in floats(&self.scales, row)
+                .iter()
+                .zip(&floats(&self.biases, row))
+            {
+                // A rule is straight: its ends are its extremes.
+                let end = scale * largest_code + bias;
+                if !(end.is_finite() && bias.is_finite()) {
+                    return false;
+                }
+                largest = largest.max(end.abs()).max(bias.abs());
+            }
+        }
+        largest == 0.0 || (SMALLEST_NORMAL_F16..=LARGEST_F16).contains(&largest)
+    }
+
+    /// Writes one row as `target`.
+    fn convert_row(&self, row: usize, target: BlockType, out: &mut [u8]) {
+        let scales = floats(&self.scales, row);
+        let biases = floats(&self.biases, row);
+        let run_bytes = 4 * self.layout.bits();
+        let runs_per_row = self.columns() / RUN;
+        let first = row * runs_per_row * run_bytes;
+        let packed = &self.packed()[first..first + runs_per_row * run_bytes];
+        let out_bytes = target.bytes() * (RUN / target.elements());
+        let runs = packed
+            .chunks_exact(run_bytes)
+            .zip(out.chunks_exact_mut(out_bytes));
+        for (run, (packed, out)) in runs.enumerate() {
+            let codes = unpack(self.layout, packed);
+            let group = run * RUN / self.layout.group();
+            let (scale, bias) = (scales[group], biases[group]);
+            match target {
+                BlockType::Q4_1 => {
+                    let (halves, nibbles) = out.split_at_mut(4);
+                    write_halves(scale, bias, halves);
+                    write_nibbles(&codes, nibbles);
+                }
+                BlockType::Q5_1 => {
+                    let (halves, rest) = out.split_at_mut(4);
+                    let (fifth_bits, nibbles) = rest.split_at_mut(4);
+                    write_halves(scale, bias, halves);
+                    fifth_bits.copy_from_slice(&bits_of(&codes, 4).to_le_bytes());
+                    write_nibbles(&codes, nibbles);
+                }
+                BlockType::F16 => {
+                    for (code, out) in codes.iter().zip(out.chunks_exact_mut(2)) {
+                        let weight = f16::from_f32(scale * f32::from(*code) + bias);
+                        out.copy_from_slice(&weight.to_le_bytes());
+                    }
+                }
+                _ => {
+                    for (code, out) in codes.iter().zip(out.chunks_exact_mut(4)) {
+                        let weight = scale * f32::from(*code) + bias;
+                        out.copy_from_slice(&weight.to_le_bytes());
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// One row of a float matrix.
+fn floats(matrix: &Matrix, row: usize) -> Vec<f32> {
+    let mut values = vec![0.0; matrix.columns()];
+    dequantise(matrix.block_type(), matrix.row(row), &mut values);
+    values
+}
+
+/// The highest code of an element.
+fn largest_code(layout: AffineLayout) -> u8 {
+    u8::MAX >> (8 - layout.bits())
+}
+
+/// Unpacks a run of elements.
+fn unpack(layout: AffineLayout, packed: &[u8]) -> [u8; RUN] {
+    let mask = largest_code(layout);
+    let mut codes = [0; RUN];
+    let mut bytes = packed.iter();
+    let (mut pending, mut held) = (0_u16, 0);
+    for code in &mut codes {
+        while held < layout.bits() {
+            pending |= u16::from(bytes.next().copied().unwrap_or(0)) << held;
+            held += 8;
+        }
+        *code = pending.to_le_bytes()[0] & mask;
+        pending >>= layout.bits();
+        held -= layout.bits();
+    }
+    codes
+}
+
+fn write_halves(scale: f32, bias: f32, out: &mut [u8]) {
+    out[..2].copy_from_slice(&f16::from_f32(scale).to_le_bytes());
+    out[2..].copy_from_slice(&f16::from_f32(bias).to_le_bytes());
+}
+
+/// Writes the low four bits: elements 0 to 15 are low nibbles, 16 to 31 high ones.
+fn write_nibbles(codes: &[u8; RUN], out: &mut [u8]) {
+    let (low, high) = codes.split_at(RUN / 2);
+    for ((out, low), high) in out.iter_mut().zip(low).zip(high) {
+        *out = (low & 0xf) | (high << 4);
+    }
+}
+
+/// Collects one bit of every element, that of element `e` as bit `e`.
+fn bits_of(codes: &[u8; RUN], bit: usize) -> u32 {
+    codes.iter().enumerate().fold(0, |bits, (element, code)| {
+        bits | u32::from(code >> bit & 1) << element
+    })
+}
