@@ -11,8 +11,8 @@ pub mod reference;
 use std::fmt::Debug;
 use std::ops::Range;
 
+use velox_kernels::affine::StoredMatrix;
 pub use velox_kernels::attention::StatsRequest;
-use velox_kernels::matrix::Matrix;
 use velox_kernels::ran::{Device, Ran};
 use velox_kvcache::{KvGeometry, KvMethod, KvShape};
 
@@ -224,8 +224,8 @@ pub trait Backend {
     /// Takes over a matrix of the model file.
     ///
     /// # Errors
-    /// [`EngineError::BackendUnavailable`] if its block type has no kernel.
-    fn prepare_matrix(&mut self, matrix: Matrix) -> Result<Self::Matrix, EngineError>;
+    /// [`EngineError::OutOfMemory`] if there is no room for another layout of it, else as the device says.
+    fn prepare_matrix(&mut self, matrix: StoredMatrix) -> Result<Self::Matrix, EngineError>;
 
     /// Takes over a vector.
     ///

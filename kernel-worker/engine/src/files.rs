@@ -7,6 +7,7 @@
 //! Tensors stay in the mapped file; only vectors (norms, biases) are copied, as f32. A file that asks for something
 //! this engine does not compute is refused by the name of the field, never loaded approximately.
 
+mod affine_rules;
 mod assemble;
 pub(crate) mod blame;
 mod ends;
@@ -30,13 +31,14 @@ mod tensors;
 use std::path::Path;
 use std::sync::Arc;
 
+use velox_kernels::affine::StoredMatrix;
 use velox_kernels::buffer::FileMap;
-use velox_kernels::matrix::Matrix;
 
 use self::blame::Blame;
 pub use self::fingerprint::hexadecimal;
 pub use self::quantise::Quantisation;
 pub(crate) use self::quantise::quantise;
+pub use self::tensors::ElementType;
 use crate::error::EngineError;
 use crate::load::LoadProgress;
 use crate::spec::{ModelSpec, ModelTensors};
@@ -47,7 +49,7 @@ pub struct ModelSource {
     /// Sizes and constants.
     pub spec: ModelSpec,
     /// Every tensor, in the shapes that the spec demands.
-    pub tensors: ModelTensors<Matrix>,
+    pub tensors: ModelTensors<StoredMatrix>,
     /// Everything the gateway needs to build the tokenizer.
     pub tokenizer: TokenizerSource,
     /// "gguf" or "safetensors".
@@ -56,7 +58,7 @@ pub struct ModelSource {
     pub parameters: u64,
     /// Bytes of the tensors as stored.
     pub weight_bytes: u64,
-    /// Block types present, sorted by name.
+    /// Types of the tensors, sorted by name.
     pub tensor_types: Vec<&'static str>,
     /// sha256 in hex over headers and sampled content.
     pub fingerprint: String,

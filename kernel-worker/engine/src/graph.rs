@@ -1,6 +1,6 @@
 //! The transformer, written once over the backend trait.
 
-use velox_kernels::matrix::Matrix;
+use velox_kernels::affine::StoredMatrix;
 use velox_kernels::ran::Ran;
 
 use crate::backend::{
@@ -68,7 +68,7 @@ impl<B: Backend> Transformer<B> {
     pub fn new(
         backend: &mut B,
         spec: &ModelSpec,
-        tensors: ModelTensors<Matrix>,
+        tensors: ModelTensors<StoredMatrix>,
         prepared: &mut dyn FnMut(u64),
     ) -> Result<Self, EngineError> {
         let mut preparation = Preparation {
@@ -177,8 +177,8 @@ struct Preparation<'a, B: Backend> {
 }
 
 impl<B: Backend> Preparation<'_, B> {
-    fn matrix(&mut self, matrix: Matrix) -> Result<B::Matrix, EngineError> {
-        let stored_bytes = matrix.bytes().len() as u64;
+    fn matrix(&mut self, matrix: StoredMatrix) -> Result<B::Matrix, EngineError> {
+        let stored_bytes = matrix.byte_length() as u64;
         let taken = self.backend.prepare_matrix(matrix)?;
         (self.prepared)(stored_bytes);
         Ok(taken)
@@ -186,7 +186,7 @@ impl<B: Backend> Preparation<'_, B> {
 
     fn linear(
         &mut self,
-        linear: LinearTensors<Matrix>,
+        linear: LinearTensors<StoredMatrix>,
     ) -> Result<Linear<B::Matrix, B::Vector>, EngineError> {
         Ok(Linear {
             weight: self.matrix(linear.weight)?,
@@ -204,7 +204,7 @@ impl<B: Backend> Preparation<'_, B> {
         })
     }
 
-    fn layer(&mut self, layer: LayerTensors<Matrix>) -> Result<Layer<B>, EngineError> {
+    fn layer(&mut self, layer: LayerTensors<StoredMatrix>) -> Result<Layer<B>, EngineError> {
         Ok(Layer {
             attention_norm: self.norm(&layer.attention_norm)?,
             projections: [

@@ -7,6 +7,7 @@ mod backends;
 mod crooked;
 mod invariance;
 
+use velox_kernels::affine::{AffineLayout, AffineMatrix, StoredMatrix, StoredType};
 use velox_kernels::block::BlockType;
 use velox_kernels::buffer::ByteSource;
 use velox_kernels::matrix::Matrix;
@@ -37,6 +38,7 @@ const SHAPE: AttentionShape = AttentionShape {
     sliding_window: None,
 };
 const EPSILON: f32 = 1e-5;
+const FLOATS: StoredType = StoredType::Blocks(BlockType::F32);
 
 /// Part of the largest magnitude that a stage may be off when activations are rounded to 8 bits.
 const QUANTISED_TOLERANCE: f64 = 2e-2;
@@ -48,8 +50,8 @@ const FLOAT_TOLERANCE: f64 = 2e-3;
 pub struct ProbeCase {
     /// Stage under test.
     pub stage: Stage,
-    /// Block type of its matrices; `None` for stages without any.
-    pub block_type: Option<BlockType>,
+    /// Type of its matrices; `None` for stages without any.
+    pub matrices: Option<StoredType>,
 }
 
 /// How far a case came out from the reference.
@@ -90,16 +92,16 @@ impl ProbeCase {
                 Stage::Rope | Stage::AppendAttend | Stage::Sample => {
                     cases.push(Self {
                         stage,
-                        block_type: None,
+                        matrices: None,
                     });
                 }
                 Stage::Embed
                 | Stage::NormProject
                 | Stage::OutputProject
                 | Stage::GatedMlp
-                | Stage::Head => cases.extend(BlockType::ALL.map(|block_type| Self {
+                | Stage::Head => cases.extend(matrix_types().map(|matrices| Self {
                     stage,
-                    block_type: Some(block_type),
+                    matrices: Some(matrices),
                 })),
             }
         }
@@ -109,8 +111,8 @@ impl ProbeCase {
     /// Returns the type that capabilities name.
     #[must_use]
     pub fn dtype(&self) -> &'static str {
-        match (self.block_type, self.stage) {
-            (Some(block_type), _) => block_type.name(),
+        match (self.matrices, self.stage) {
+            (Some(stored), _) => stored.name(),
             (None, Stage::AppendAttend) => BlockType::F16.name(),
             (None, _) => BlockType::F32.name(),
         }
@@ -145,8 +147,10 @@ impl ProbeCase {
             .iter()
             .map(|value| f64::from(value.abs()))
             .fold(0.0, f64::max);
-        let relative = match self.block_type {
-            Some(BlockType::F32 | BlockType::F16 | BlockType::Bf16) | None => FLOAT_TOLERANCE,
+        let relative = match self.matrices {
+            Some(StoredType::Blocks(BlockType::F32 | BlockType::F16 | BlockType::Bf16)) | None => {
+                FLOAT_TOLERANCE
+            }
             Some(_) => QUANTISED_TOLERANCE,
         };
         Ok(ProbeOutcome {
@@ -156,20 +160,20 @@ impl ProbeCase {
     }
 
     fn outputs<B: Backend>(&self, backend: &mut B) -> Result<Vec<f32>, EngineError> {
-        let block_type = self.block_type.unwrap_or(BlockType::F32);
+        let stored = self.matrices.unwrap_or(FLOATS);
         match self.stage {
             Stage::Embed => {
-                let table = backend.prepare_matrix(sample_matrix(block_type, VOCABULARY, WIDTH))?;
+                let table = backend.prepare_matrix(sample(stored, VOCABULARY, WIDTH))?;
                 let embedded = backend.embed(&table, &TOKEN_IDS)?.into_value();
                 backend.read_activation(&embedded)
             }
-            Stage::NormProject => norm_project(backend, block_type),
+            Stage::NormProject => norm_project(backend, stored),
             Stage::Rope => rope(backend),
             Stage::AppendAttend => append_attend(backend),
             Stage::OutputProject => {
                 let residual = activation(backend, WIDTH)?;
                 let attended = activation(backend, WIDTH)?;
-                let o_proj = linear(backend, block_type, WIDTH)?;
+                let o_proj = linear(backend, stored, WIDTH)?;
                 let sum = backend
                     .output_project(residual, &attended, &o_proj)?
                     .into_value();
@@ -179,25 +183,32 @@ impl ProbeCase {
                 let residual = activation(backend, WIDTH)?;
                 let mlp = GatedMlp {
                     norm: norm(backend)?,
-                    gate_proj: linear(backend, block_type, WIDTH)?,
-                    up_proj: linear(backend, block_type, WIDTH)?,
-                    down_proj: linear(backend, block_type, WIDTH)?,
+                    gate_proj: linear(backend, stored, WIDTH)?,
+                    up_proj: linear(backend, stored, WIDTH)?,
+                    down_proj: linear(backend, stored, WIDTH)?,
                 };
                 let sum = backend.gated_mlp(residual, &mlp)?.into_value();
                 backend.read_activation(&sum)
             }
             Stage::Head => {
-                let logits = head(backend, block_type)?.into_value();
+                let logits = head(backend, stored)?.into_value();
                 backend.read_logits(&logits)
             }
-            Stage::Sample => sample(backend),
+            Stage::Sample => sample_tokens(backend),
         }
     }
 }
 
+/// Every type of stored matrices.
+fn matrix_types() -> impl Iterator<Item = StoredType> {
+    let blocks = BlockType::ALL.map(StoredType::Blocks);
+    let affine = AffineLayout::all().map(StoredType::Affine);
+    blocks.into_iter().chain(affine)
+}
+
 /// `[T, columns]` f32 that every backend can make: rows of an f32 table.
 fn activation<B: Backend>(backend: &mut B, columns: usize) -> Result<B::Activation, EngineError> {
-    let table = backend.prepare_matrix(sample_matrix(BlockType::F32, VOCABULARY, columns))?;
+    let table = backend.prepare_matrix(sample(FLOATS, VOCABULARY, columns))?;
     Ok(backend.embed(&table, &TOKEN_IDS)?.into_value())
 }
 
@@ -220,24 +231,21 @@ fn norm<B: Backend>(backend: &mut B) -> Result<Norm<B::Vector>, EngineError> {
 
 fn linear<B: Backend>(
     backend: &mut B,
-    block_type: BlockType,
+    stored: StoredType,
     rows: usize,
 ) -> Result<Linear<B::Matrix, B::Vector>, EngineError> {
     Ok(Linear {
-        weight: backend.prepare_matrix(sample_matrix(block_type, rows, WIDTH))?,
+        weight: backend.prepare_matrix(sample(stored, rows, WIDTH))?,
         bias: None,
     })
 }
 
-fn norm_project<B: Backend>(
-    backend: &mut B,
-    block_type: BlockType,
-) -> Result<Vec<f32>, EngineError> {
+fn norm_project<B: Backend>(backend: &mut B, stored: StoredType) -> Result<Vec<f32>, EngineError> {
     let hidden = activation(backend, WIDTH)?;
     let norm = norm(backend)?;
-    let q_proj = linear(backend, block_type, WIDTH)?;
-    let k_proj = linear(backend, block_type, KV_WIDTH)?;
-    let v_proj = linear(backend, block_type, KV_WIDTH)?;
+    let q_proj = linear(backend, stored, WIDTH)?;
+    let k_proj = linear(backend, stored, KV_WIDTH)?;
+    let v_proj = linear(backend, stored, KV_WIDTH)?;
     let projected = backend.norm_project(&hidden, &norm, [&q_proj, &k_proj, &v_proj])?;
     read_qkv(backend, &projected.into_value())
 }
@@ -295,16 +303,16 @@ fn append_attend<B: Backend>(backend: &mut B) -> Result<Vec<f32>, EngineError> {
 
 fn head<B: Backend>(
     backend: &mut B,
-    block_type: BlockType,
+    stored: StoredType,
 ) -> Result<Ran<B::Device, B::Logits>, EngineError> {
     let hidden = activation(backend, WIDTH)?;
     let norm = norm(backend)?;
-    let head = backend.prepare_matrix(sample_matrix(block_type, VOCABULARY, WIDTH))?;
+    let head = backend.prepare_matrix(sample(stored, VOCABULARY, WIDTH))?;
     backend.head(&hidden, &[0, 2], &norm, &head)
 }
 
-fn sample<B: Backend>(backend: &mut B) -> Result<Vec<f32>, EngineError> {
-    let logits = head(backend, BlockType::F32)?;
+fn sample_tokens<B: Backend>(backend: &mut B) -> Result<Vec<f32>, EngineError> {
+    let logits = head(backend, FLOATS)?;
     let parameters = SamplingParameters {
         temperature: 0.7,
         top_k: 20,
@@ -361,6 +369,36 @@ impl Random {
         let fraction = u16::from_le_bytes([self.byte(), self.byte()]);
         f32::from(fraction) / 32768.0 - 1.0
     }
+}
+
+/// Makes a random matrix of any type.
+fn sample(stored: StoredType, rows: usize, columns: usize) -> StoredMatrix {
+    match stored {
+        StoredType::Blocks(block_type) => sample_matrix(block_type, rows, columns).into(),
+        StoredType::Affine(layout) => StoredMatrix::Affine(sample_affine(layout, rows, columns)),
+    }
+}
+
+/// Makes a matrix of random groups whose weights lie around 0, with scales in f16, the same on every machine.
+fn sample_affine(layout: AffineLayout, rows: usize, columns: usize) -> AffineMatrix {
+    let mut random = Random(u64::try_from(rows * 31 + columns).unwrap_or(1));
+    let words = rows * layout.row_words(columns).unwrap_or(0);
+    let packed: Vec<u8> = (0..4 * words).map(|_| random.byte()).collect();
+    let groups = columns / layout.group();
+    let largest_code = f32::from(u8::MAX >> (8 - layout.bits()));
+    let (mut scales, mut biases) = (Vec::new(), Vec::new());
+    for _ in 0..rows * groups {
+        let scale = 0.2 / largest_code * (1.0 + 0.5 * random.signed());
+        scales.extend(half::f16::from_f32(scale).to_le_bytes());
+        biases.extend(half::f16::from_f32(-0.5 * scale * largest_code).to_le_bytes());
+    }
+    let floats = |bytes: &[u8]| {
+        Matrix::new(BlockType::F16, rows, groups, ByteSource::copy_of(bytes))
+            .expect("one scale and bias a group")
+    };
+    let (scales, biases) = (floats(&scales), floats(&biases));
+    AffineMatrix::new(layout, ByteSource::copy_of(&packed), scales, biases)
+        .expect("words and groups are those of one shape")
 }
 
 /// Makes a matrix of random blocks with scales of ordinary size, the same on every machine.

@@ -13,6 +13,7 @@ use velox_engine::files::Quantisation;
 use velox_engine::load::{LoadOptions, LoadedModel, load};
 use velox_engine::probe::{ProbeCase, ProbeOutcome, ProbedBackends};
 use velox_engine::step::{LogitsWanted, PrefillChunk, PrefillGoal, RowId, ScorePart, StepPlan};
+use velox_kernels::affine::StoredType;
 use velox_kernels::block::BlockType;
 use velox_kernels::label::BackendLabel;
 
@@ -72,7 +73,14 @@ fn wrong(stage: Stage, block_type: Option<BlockType>) -> ProbedBackends {
         max_error: 3.0,
         tolerance: 0.01,
     });
-    probed.record(BackendLabel::Cpu, ProbeCase { stage, block_type }, &off);
+    probed.record(
+        BackendLabel::Cpu,
+        ProbeCase {
+            stage,
+            matrices: block_type.map(StoredType::Blocks),
+        },
+        &off,
+    );
     probed
 }
 

@@ -9,7 +9,7 @@ use velox_engine::error::EngineError;
 use velox_engine::sampler::SampleRequest;
 use velox_engine::spec::{RopePairing, RopeSpec};
 use velox_engine::step::Progress;
-use velox_kernels::matrix::Matrix;
+use velox_kernels::affine::StoredMatrix;
 use velox_kernels::ran::Ran;
 use velox_kvcache::{KvGeometry, KvMethod, KvShape, PageBudget};
 
@@ -259,7 +259,7 @@ impl<D: MlxDevice> Backend for MlxBackend<D> {
     type Cache = MlxCache;
     type Logits = Tensor;
 
-    fn prepare_matrix(&mut self, matrix: Matrix) -> Result<Weight, EngineError> {
+    fn prepare_matrix(&mut self, matrix: StoredMatrix) -> Result<Weight, EngineError> {
         let weight = self.record(|| Weight::new(&matrix, self.dtype))?;
         Ok(weight.into_value())
     }

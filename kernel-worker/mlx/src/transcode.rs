@@ -18,7 +18,7 @@ pub const GROUP: usize = 32;
 
 /// A matrix as MLX's affine mode reads it.
 #[derive(Debug, Clone, PartialEq)]
-pub struct AffineMatrix {
+pub struct Transcoded {
     /// Bits of an element: 4, 5 or 8.
     pub bits: usize,
     /// `[rows, columns * bits / 32]`.
@@ -54,12 +54,12 @@ pub fn bits_of(block_type: BlockType) -> Option<usize> {
 ///
 /// # Errors
 /// [`OpError`] if a row cannot be decoded, which a [`Matrix`] rules out.
-pub fn affine(matrix: &Matrix) -> Result<Option<AffineMatrix>, OpError> {
+pub fn affine(matrix: &Matrix) -> Result<Option<Transcoded>, OpError> {
     let Some(bits) = bits_of(matrix.block_type()) else {
         return Ok(None);
     };
     let groups = matrix.rows() * matrix.columns() / GROUP;
-    let mut out = AffineMatrix {
+    let mut out = Transcoded {
         bits,
         packed: Vec::with_capacity(groups * bits),
         scales: Vec::with_capacity(groups),
@@ -91,7 +91,7 @@ pub fn affine(matrix: &Matrix) -> Result<Option<AffineMatrix>, OpError> {
     Ok(Some(out))
 }
 
-impl AffineMatrix {
+impl Transcoded {
     fn extend<const BYTES: usize, const GROUPS: usize>(
         &mut self,
         bytes: &[u8],

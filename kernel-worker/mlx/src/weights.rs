@@ -1,5 +1,6 @@
 //! Matrices of a model on the device.
 
+use velox_kernels::affine::{AffineMatrix, StoredMatrix};
 use velox_kernels::block::BlockType;
 use velox_kernels::matrix::Matrix;
 
@@ -20,18 +21,34 @@ impl Weight {
     ///
     /// # Errors
     /// As MLX says.
-    pub fn new(matrix: &Matrix, dtype: Dtype) -> Result<Self, MlxError> {
+    pub fn new(matrix: &StoredMatrix, dtype: Dtype) -> Result<Self, MlxError> {
+        match matrix {
+            StoredMatrix::Blocks(matrix) => Self::of_blocks(matrix, dtype),
+            StoredMatrix::Affine(matrix) => Self::of_affine(matrix, dtype),
+        }
+    }
+
+    /// MLX's own form: the words stay as they are.
+    fn of_affine(matrix: &AffineMatrix, dtype: Dtype) -> Result<Self, MlxError> {
+        let layout = matrix.layout();
+        let shape = [matrix.rows(), matrix.columns() * layout.bits() / 32];
+        let affine = Affine {
+            packed: Tensor::of_bytes(Dtype::U32, matrix.packed(), &shape)?,
+            scales: floats(matrix.scales())?.cast(dtype)?,
+            biases: floats(matrix.biases())?.cast(dtype)?,
+            group: layout.group(),
+            bits: layout.bits(),
+        };
+        evaluate([&affine.packed, &affine.scales, &affine.biases])?;
+        Ok(Self::Affine(affine))
+    }
+
+    fn of_blocks(matrix: &Matrix, dtype: Dtype) -> Result<Self, MlxError> {
         let (rows, columns) = (matrix.rows(), matrix.columns());
         let affine =
             transcode::affine(matrix).map_err(|error| MlxError::Operation(error.to_string()))?;
         let Some(affine) = affine else {
-            let stored = match matrix.block_type() {
-                BlockType::F16 => Dtype::F16,
-                BlockType::Bf16 => Dtype::Bf16,
-                _ => Dtype::F32,
-            };
-            let numbers =
-                Tensor::of_bytes(stored, matrix.bytes(), &[rows, columns])?.cast(dtype)?;
+            let numbers = floats(matrix)?.cast(dtype)?;
             evaluate([&numbers])?;
             return Ok(Self::Dense(numbers));
         };
@@ -70,4 +87,14 @@ impl Weight {
             Self::Affine(affine) => affine.take(rows),
         }
     }
+}
+
+/// Copies a float matrix as it is.
+fn floats(matrix: &Matrix) -> Result<Tensor, MlxError> {
+    let stored = match matrix.block_type() {
+        BlockType::F16 => Dtype::F16,
+        BlockType::Bf16 => Dtype::Bf16,
+        _ => Dtype::F32,
+    };
+    Tensor::of_bytes(stored, matrix.bytes(), &[matrix.rows(), matrix.columns()])
 }

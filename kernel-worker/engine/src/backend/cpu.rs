@@ -2,6 +2,7 @@
 
 use std::num::NonZeroUsize;
 
+use velox_kernels::affine::{Spare, StoredMatrix};
 use velox_kernels::attention::{AttendCall, PagedView};
 use velox_kernels::cpu::{
     self, Activations, AttendSpan, Cpu, CpuDevice, CpuKernelSet, Product, RopeTable,
@@ -21,7 +22,8 @@ use crate::error::EngineError;
 use crate::sampler::SampleRequest;
 use crate::spec::RopeSpec;
 
-/// Runs every stage by `velox_kernels::cpu`. Weights stay where they are mapped.
+/// Runs every stage by `velox_kernels::cpu`. Weights stay where they are mapped, but for MLX's affine ones, which become
+/// blocks or F16.
 #[derive(Debug)]
 pub struct CpuBackend {
     cpu: Cpu,
@@ -142,8 +144,8 @@ impl Backend for CpuBackend {
     type Cache = PagedCache;
     type Logits = LogitRows;
 
-    fn prepare_matrix(&mut self, matrix: Matrix) -> Result<Matrix, EngineError> {
-        Ok(matrix)
+    fn prepare_matrix(&mut self, matrix: StoredMatrix) -> Result<Matrix, EngineError> {
+        host::matrix_of(matrix, Spare::Half, self.cpu.pool().threads())
     }
 
     fn prepare_vector(&mut self, values: &[f32]) -> Result<Vec<f32>, EngineError> {

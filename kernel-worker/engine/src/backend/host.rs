@@ -1,6 +1,8 @@
 //! What backends in host memory share: logits as plain rows, and the constants of plain attention.
 
+use velox_kernels::affine::{Spare, StoredMatrix};
 use velox_kernels::error::OpError;
+use velox_kernels::matrix::Matrix;
 use velox_kernels::rotary::Pairing;
 use velox_kvcache::{KvShape, PageBudget, PagedCache};
 
@@ -47,6 +49,26 @@ impl LogitRows {
                 sampler::score(row, request)
             })
             .collect()
+    }
+}
+
+/// Makes the matrix that the kernels of the host read.
+pub(super) fn matrix_of(
+    matrix: StoredMatrix,
+    spare: Spare,
+    threads: usize,
+) -> Result<Matrix, EngineError> {
+    match matrix {
+        StoredMatrix::Blocks(matrix) => Ok(matrix),
+        StoredMatrix::Affine(matrix) => {
+            matrix
+                .to_matrix(spare, threads)
+                .map_err(|refused| EngineError::OutOfMemory {
+                    what: format!("{} matrix as blocks or floats", matrix.layout().name()),
+                    needed_bytes: u64::try_from(refused.bytes).unwrap_or(u64::MAX),
+                    available_bytes: 0,
+                })
+        }
     }
 }
 

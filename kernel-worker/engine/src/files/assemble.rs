@@ -1,6 +1,6 @@
 //! From named tensors to a model, for both naming schemes.
 
-use velox_kernels::matrix::Matrix;
+use velox_kernels::affine::StoredMatrix;
 
 use super::tensors::TensorSet;
 use crate::error::EngineError;
@@ -101,7 +101,7 @@ pub(super) fn assemble(
     spec: &ModelSpec,
     naming: &'static Naming,
     optional: Optional,
-) -> Result<ModelTensors<Matrix>, EngineError> {
+) -> Result<ModelTensors<StoredMatrix>, EngineError> {
     let hidden = spec.hidden_size;
     let embedding = set.matrix(naming.embedding, spec.vocab_size, hidden)?;
     let layers = (0..spec.n_layers)
@@ -137,7 +137,7 @@ struct Layer<'a> {
 }
 
 impl Layer<'_> {
-    fn take(&mut self, optional: Optional) -> Result<LayerTensors<Matrix>, EngineError> {
+    fn take(&mut self, optional: Optional) -> Result<LayerTensors<StoredMatrix>, EngineError> {
         let ModelSpec {
             hidden_size: hidden,
             intermediate_size: intermediate,
@@ -183,7 +183,7 @@ impl Layer<'_> {
         module: &str,
         [rows, columns]: [usize; 2],
         bias: Bias,
-    ) -> Result<LinearTensors<Matrix>, EngineError> {
+    ) -> Result<LinearTensors<StoredMatrix>, EngineError> {
         let weight = self.name(module, "weight");
         let weight = self.set.matrix(&weight, rows, columns)?;
         let name = self.name(module, "bias");

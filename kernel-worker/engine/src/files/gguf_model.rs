@@ -11,7 +11,7 @@ use super::blame::Blame;
 use super::fingerprint::Fingerprint;
 use super::gguf::Gguf;
 use super::gguf_spec::{SpecReader, TensorFacts};
-use super::tensors::{StoredTensor, TensorSet};
+use super::tensors::{ElementType, StoredTensor, TensorSet};
 use super::{ModelSource, gguf_vocabulary, map_file};
 use crate::error::EngineError;
 use crate::load::LoadProgress;
@@ -108,7 +108,7 @@ impl Shard<'_> {
         fingerprint.add_samples(data);
         for entry in self.gguf.tensors() {
             let tensor = StoredTensor {
-                block_type: entry.block_type,
+                element_type: ElementType::Blocks(entry.block_type),
                 shape: entry.shape.clone(),
                 bytes: bytes_of(self.map, entry.range.clone()),
                 blame: self.blame.clone(),

@@ -2,8 +2,9 @@
 
 use serde_json::{Map, Value};
 
+use super::affine_rules::AffineRules;
 use super::assemble::{Bias, Head, Optional};
-use super::blame::{Blame, excerpt};
+use super::blame::Blame;
 use super::hf_rope;
 use super::json_fields::Fields;
 use super::sizes::{check_head_dim, check_layers, check_spec, to_f32};
@@ -11,7 +12,7 @@ use crate::error::EngineError;
 use crate::spec::{Architecture, ModelSpec};
 
 /// Fields that ask for something not computed here, unless their value says that they do nothing.
-const REFUSED: [(&str, &[Neutral]); 34] = [
+const REFUSED: [(&str, &[Neutral]); 32] = [
     ("attention_multiplier", &[]),
     ("attn_logit_softcapping", &[]),
     ("dim_model_base", &[]),
@@ -33,8 +34,6 @@ const REFUSED: [(&str, &[Neutral]); 34] = [
     ("q_lora_rank", &[]),
     ("qk_layernorm", &[Neutral::False]),
     ("qk_nope_head_dim", &[]),
-    ("quantization", &[]),
-    ("quantization_config", &[]),
     ("query_pre_attn_scalar", &[]),
     ("residual_multiplier", &[Neutral::Number(1.0)]),
     ("rotary_pct", &[Neutral::Number(1.0)]),
@@ -74,6 +73,8 @@ const QWEN3_DEFAULT_HEAD_DIM: usize = 128;
 pub struct Config {
     /// Sizes and constants.
     pub spec: ModelSpec,
+    /// How quantised matrices are packed; `None` if there are none.
+    pub(super) affine: Option<AffineRules>,
     pub(super) optional: Optional,
     pub(super) object: Map<String, Value>,
 }
@@ -133,35 +134,22 @@ pub fn parse(file: &str, bytes: &[u8]) -> Result<Config, EngineError> {
         if let Some(value) = config.get(name)
             && !neutral.iter().any(|neutral| neutral.is(value))
         {
-            return Err(refuse(&config, name, &blame));
+            return Err(config.unsupported(name));
         }
     }
     if config.text("hidden_act")?.is_some_and(|act| act != "silu") {
         return Err(config.unsupported("hidden_act"));
     }
+    let affine = AffineRules::read(&config, &blame)?;
     let spec = read_spec(&config, family, &blame)?;
     check_spec(&spec, &blame)?;
     let optional = read_optional(&config, family)?;
     Ok(Config {
         spec,
+        affine,
         optional,
         object,
     })
-}
-
-/// Quantised checkpoints are the ones people meet most: say which method it is.
-fn refuse(config: &Fields<'_>, name: &str, blame: &Blame) -> EngineError {
-    let method = config
-        .get(name)
-        .and_then(|value| value.get("quant_method"))
-        .and_then(Value::as_str);
-    match method {
-        Some(method) => blame.unsupported(format!(
-            "{name} with quant_method {} (only F32, F16 and BF16 checkpoints are read; use a GGUF file)",
-            excerpt(method)
-        )),
-        None => config.unsupported(name),
-    }
 }
 
 fn read_spec(config: &Fields<'_>, family: Family, blame: &Blame) -> Result<ModelSpec, EngineError> {

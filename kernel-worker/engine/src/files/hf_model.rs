@@ -42,7 +42,7 @@ pub(super) fn open(
     if let Vocabulary::HuggingFaceJson(json) = &tokenizer.vocabulary {
         fingerprint.add_all(json);
     }
-    let mut set = read_weights(&folder, &mut fingerprint)?;
+    let mut set = read_weights(&folder, &mut fingerprint)?.with_affine(config.affine);
     let total_bytes = set.bytes();
     let mut progress = |phase, done_bytes| {
         report(LoadProgress {
@@ -137,7 +137,7 @@ impl Weights<'_> {
                 check_index(index, &entry.name, &blame)?;
             }
             let tensor = StoredTensor {
-                block_type: entry.block_type,
+                element_type: entry.element_type,
                 shape: entry.shape.clone(),
                 bytes: bytes_of(&map, entry.range.clone()),
                 blame: blame.clone(),

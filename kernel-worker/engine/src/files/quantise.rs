@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use velox_kernels::affine::StoredMatrix;
 use velox_kernels::block::BlockType;
 use velox_kernels::buffer::{AlignedBytes, ByteSource};
 use velox_kernels::error::OpError;
@@ -69,10 +70,11 @@ pub(crate) fn quantise(
     let mut changed = false;
     for (name, matrix) in matrices(&mut source.tensors) {
         done_bytes += byte_length(matrix);
-        if let Some(blocks) = quantised(matrix, to, threads)
-            .map_err(|refusal| refusal.into_error(&name, matrix, blame))?
+        if let StoredMatrix::Blocks(stored) = matrix
+            && let Some(blocks) = quantised(stored, to, threads)
+                .map_err(|refusal| refusal.into_error(&name, stored, blame))?
         {
-            *matrix = blocks;
+            *matrix = blocks.into();
             changed = true;
         }
         report(LoadProgress {
@@ -90,7 +92,7 @@ pub(crate) fn quantise(
         vector_bytes + held.iter().map(|(_, held)| byte_length(held)).sum::<u64>();
     let types: BTreeSet<&'static str> = held
         .iter()
-        .map(|(_, held)| held.block_type().name())
+        .flat_map(|(_, held)| type_names(held))
         .chain([BlockType::F32.name()])
         .collect();
     source.tensor_types = types.into_iter().collect();
@@ -175,12 +177,25 @@ fn quantise_rows(
     Ok(())
 }
 
-fn byte_length(matrix: &Matrix) -> u64 {
-    u64::try_from(matrix.bytes().len()).unwrap_or(u64::MAX)
+fn byte_length(matrix: &StoredMatrix) -> u64 {
+    u64::try_from(matrix.byte_length()).unwrap_or(u64::MAX)
+}
+
+/// The types of a matrix's parts.
+fn type_names(matrix: &StoredMatrix) -> Vec<&'static str> {
+    let parts = match matrix {
+        StoredMatrix::Blocks(_) => vec![],
+        StoredMatrix::Affine(matrix) => vec![matrix.scales(), matrix.biases()],
+    };
+    parts
+        .into_iter()
+        .map(|part| part.block_type().name())
+        .chain([matrix.stored_type().name()])
+        .collect()
 }
 
 /// Every matrix and what to call it.
-fn matrices(tensors: &mut ModelTensors<Matrix>) -> Vec<(String, &mut Matrix)> {
+fn matrices(tensors: &mut ModelTensors<StoredMatrix>) -> Vec<(String, &mut StoredMatrix)> {
     let mut found = vec![("the embedding".to_owned(), &mut tensors.embedding)];
     for (number, layer) in tensors.layers.iter_mut().enumerate() {
         let LayerTensors {
@@ -216,8 +231,8 @@ fn matrices(tensors: &mut ModelTensors<Matrix>) -> Vec<(String, &mut Matrix)> {
 }
 
 /// Counts the elements of all vectors.
-fn vector_elements(tensors: &ModelTensors<Matrix>) -> u64 {
-    let of_layer = |layer: &LayerTensors<Matrix>| {
+fn vector_elements(tensors: &ModelTensors<StoredMatrix>) -> u64 {
+    let of_layer = |layer: &LayerTensors<StoredMatrix>| {
         let linears = [
             &layer.q_proj,
             &layer.k_proj,

@@ -14,6 +14,7 @@ use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 use velox_kernels::block::BlockType;
 
 use super::blame::{Blame, excerpt};
+use super::tensors::ElementType;
 use crate::error::EngineError;
 
 const LENGTH_BYTES: usize = 8;
@@ -28,7 +29,7 @@ pub struct TensorEntry {
     /// Unique in the file.
     pub name: String,
     /// How its elements are stored.
-    pub block_type: BlockType,
+    pub element_type: ElementType,
     /// Slowest dimension first, none zero; empty for a scalar.
     pub shape: Vec<usize>,
     /// Where its bytes lie in the file.
@@ -47,7 +48,7 @@ impl Safetensors {
     ///
     /// # Errors
     /// [`EngineError::InvalidModel`] for what breaks the format, [`EngineError::UnsupportedModel`] for another
-    /// element type than F32, F16 and BF16; `file` is the name that they carry.
+    /// element type than F32, F16, BF16 and U32; `file` is the name that they carry.
     pub fn parse(file: &str, bytes: &[u8]) -> Result<Self, EngineError> {
         let blame = Blame::new(file);
         let header_bytes = header_end(bytes, &blame)?;
@@ -109,10 +110,11 @@ fn locate(
     blame: &Blame,
 ) -> Result<TensorEntry, EngineError> {
     let label = excerpt(&name);
-    let block_type = match raw.dtype.as_str() {
-        "F32" => BlockType::F32,
-        "F16" => BlockType::F16,
-        "BF16" => BlockType::Bf16,
+    let element_type = match raw.dtype.as_str() {
+        "F32" => ElementType::Blocks(BlockType::F32),
+        "F16" => ElementType::Blocks(BlockType::F16),
+        "BF16" => ElementType::Blocks(BlockType::Bf16),
+        "U32" => ElementType::U32,
         other => {
             return Err(blame.unsupported(format!("tensor {label} of type {}", excerpt(other))));
         }
@@ -130,7 +132,7 @@ fn locate(
     let expected = raw
         .shape
         .iter()
-        .try_fold(block_type.bytes(), |bytes, dimension| {
+        .try_fold(element_type.bytes(), |bytes, dimension| {
             bytes.checked_mul(*dimension)
         })
         .ok_or_else(overflow)?;
@@ -143,15 +145,15 @@ fn locate(
     let start = header_bytes.checked_add(begin).ok_or_else(overflow)?;
     let end = header_bytes.checked_add(end).ok_or_else(overflow)?;
     // Kernels read elements in place; the map itself begins on a page.
-    if !start.is_multiple_of(block_type.bytes()) {
+    if !start.is_multiple_of(element_type.bytes()) {
         return Err(blame.unsupported(format!(
             "tensor {label} at byte {start}, no multiple of its element size {} (save the file anew)",
-            block_type.bytes()
+            element_type.bytes()
         )));
     }
     Ok(TensorEntry {
         name,
-        block_type,
+        element_type,
         shape: raw.shape.clone(),
         range: start..end,
     })

@@ -122,13 +122,13 @@ impl ProbedBackends {
         self.batch_invariant.contains(&label)
     }
 
-    /// Returns why a backend may not run a model of the named block types; `None` if every stage that such a model
+    /// Returns why a backend may not run a model whose tensors are of the named types; `None` if every stage that such a model
     /// needs came out right.
     #[must_use]
-    pub fn why_not(&self, label: BackendLabel, block_types: &[&str]) -> Option<String> {
+    pub fn why_not(&self, label: BackendLabel, types: &[&str]) -> Option<String> {
         let needed = |case: &ProbeCase| {
-            case.block_type
-                .is_none_or(|block_type| block_types.contains(&block_type.name()))
+            case.matrices
+                .is_none_or(|stored| types.contains(&stored.name()))
         };
         match self.found.iter().find(|(known, _)| *known == label) {
             None => self.offers.find(label).err(),
@@ -143,6 +143,7 @@ impl ProbedBackends {
 
 #[cfg(test)]
 mod tests {
+    use velox_kernels::affine::StoredType;
     use velox_kernels::block::BlockType;
 
     use super::*;
@@ -166,7 +167,8 @@ mod tests {
     }
 
     fn case(stage: Stage, block_type: Option<BlockType>) -> ProbeCase {
-        ProbeCase { stage, block_type }
+        let matrices = block_type.map(StoredType::Blocks);
+        ProbeCase { stage, matrices }
     }
 
     #[test]

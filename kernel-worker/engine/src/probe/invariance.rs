@@ -1,7 +1,7 @@
 //! Whether the logits of a token depend on what else is in the batch.
 
+use velox_kernels::affine::StoredMatrix;
 use velox_kernels::block::BlockType;
-use velox_kernels::matrix::Matrix;
 
 use super::{EPSILON, KV_WIDTH, Random, SHAPE, VOCABULARY, WIDTH, sample_matrix, sample_rope};
 use crate::backend::{Backend, RowSpan, StageCounts};
@@ -125,13 +125,13 @@ fn spec() -> ModelSpec {
     }
 }
 
-fn tensors() -> ModelTensors<Matrix> {
+fn tensors() -> ModelTensors<StoredMatrix> {
     let mut random = Random(13);
     let mut norm = || -> Vec<f32> { (0..WIDTH).map(|_| 1.0 + 0.1 * random.signed()).collect() };
     let (first, second) = BlockType::ALL.split_at(7);
     let layers = [first, second].map(|types| {
         let linear = |place: usize, rows| LinearTensors {
-            weight: sample_matrix(types[place], rows, WIDTH),
+            weight: sample_matrix(types[place], rows, WIDTH).into(),
             bias: None,
         };
         LayerTensors {
@@ -148,7 +148,7 @@ fn tensors() -> ModelTensors<Matrix> {
         }
     });
     ModelTensors {
-        embedding: sample_matrix(BlockType::Q8_0, VOCABULARY, WIDTH),
+        embedding: sample_matrix(BlockType::Q8_0, VOCABULARY, WIDTH).into(),
         layers: layers.into(),
         final_norm: norm(),
         head: None,

@@ -7,6 +7,7 @@ use velox_engine::spec::{
     RopeSpec,
 };
 use velox_engine::step::Engine;
+use velox_kernels::affine::StoredMatrix;
 use velox_kernels::block::BlockType;
 use velox_kernels::buffer::ByteSource;
 use velox_kernels::matrix::Matrix;
@@ -78,14 +79,14 @@ impl Random {
         Matrix::new(block_type, rows, columns, ByteSource::copy_of(&bytes)).unwrap()
     }
 
-    fn linear(&mut self, rows: usize, columns: usize, biased: bool) -> LinearTensors<Matrix> {
+    fn linear(&mut self, rows: usize, columns: usize, biased: bool) -> LinearTensors<StoredMatrix> {
         LinearTensors {
-            weight: self.matrix(BlockType::Q4_1, rows, columns),
+            weight: self.matrix(BlockType::Q4_1, rows, columns).into(),
             bias: biased.then(|| self.vector(rows, 0.0, 0.2)),
         }
     }
 
-    fn layer(&mut self, family: Family) -> LayerTensors<Matrix> {
+    fn layer(&mut self, family: Family) -> LayerTensors<StoredMatrix> {
         let rich = family == Family::Everything;
         LayerTensors {
             attention_norm: self.vector(HIDDEN, 1.0, 0.2),
@@ -135,7 +136,7 @@ pub(crate) fn spec(family: Family) -> ModelSpec {
     }
 }
 
-fn tensors(family: Family) -> ModelTensors<Matrix> {
+fn tensors(family: Family) -> ModelTensors<StoredMatrix> {
     let mut random = Random(42);
     let mut embedding = random.vector(VOCAB * HIDDEN, 0.0, 1.0);
     let poison = POISON as usize * HIDDEN;
@@ -147,10 +148,10 @@ fn tensors(family: Family) -> ModelTensors<Matrix> {
         embedding[poison..poison + HIDDEN].fill(0.0);
     }
     ModelTensors {
-        embedding: Matrix::from_f32(VOCAB, HIDDEN, &embedding).unwrap(),
+        embedding: Matrix::from_f32(VOCAB, HIDDEN, &embedding).unwrap().into(),
         layers: (0..LAYERS).map(|_| random.layer(family)).collect(),
         final_norm: random.vector(HIDDEN, 1.0, 0.2),
-        head: (!tied).then_some(own_head),
+        head: (!tied).then(|| own_head.into()),
     }
 }
 

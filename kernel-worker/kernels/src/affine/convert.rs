@@ -1,7 +1,5 @@
 //! Affine groups as blocks or floats, for kernels that know no others.
 
-use std::collections::TryReserveError;
-
 use half::f16;
 
 use super::{AffineLayout, AffineMatrix, RUN};
@@ -15,6 +13,14 @@ const MIN_ROWS_PER_THREAD: usize = 64;
 /// Least magnitude for which an f16 has all its digits.
 const SMALLEST_NORMAL_F16: f32 = 6.103_515_6e-5;
 const LARGEST_F16: f32 = 65504.0;
+
+/// The converted matrix finds no room.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("no memory for a matrix of {bytes} bytes")]
+pub struct NoRoom {
+    /// Bytes that it needs.
+    pub bytes: usize,
+}
 
 /// What becomes of a matrix that no block type holds exactly.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,13 +38,15 @@ impl AffineMatrix {
     /// (6 and 8 bits, and scales beyond f16) become floats: see [`Spare`].
     ///
     /// # Errors
-    /// What the allocator says.
-    pub fn to_matrix(&self, spare: Spare, threads: usize) -> Result<Matrix, TryReserveError> {
+    /// [`NoRoom`] if the allocator refuses.
+    pub fn to_matrix(&self, spare: Spare, threads: usize) -> Result<Matrix, NoRoom> {
         let target = self.target(spare);
         let (rows, columns) = (self.rows(), self.columns());
         // Blocks and floats of a row overflow only if it had more columns than memory has bytes.
         let row_bytes = target.row_bytes(columns).unwrap_or(usize::MAX);
-        let mut bytes = AlignedBytes::zeroed(row_bytes.saturating_mul(rows))?;
+        let length = row_bytes.saturating_mul(rows);
+        let mut bytes =
+            AlignedBytes::zeroed(length).map_err(|_refused| NoRoom { bytes: length })?;
         let rows_per_thread = rows.div_ceil(threads.max(1)).max(MIN_ROWS_PER_THREAD);
         let parts = bytes
             .as_elements_mut::<u8>()

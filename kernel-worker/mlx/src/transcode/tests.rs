@@ -4,7 +4,7 @@ use velox_kernels::buffer::ByteSource;
 use super::*;
 
 /// Unpacks as MLX documents its layout, written apart from the packing.
-fn unpack(affine: &AffineMatrix, columns: usize) -> Vec<f32> {
+fn unpack(affine: &Transcoded, columns: usize) -> Vec<f32> {
     let bytes: Vec<u8> = affine
         .packed
         .iter()
