@@ -1,5 +1,6 @@
 //! The oracle with a fault: what probes are there to find.
 
+use velox_kernels::affine::StoredMatrix;
 use velox_kernels::matrix::Matrix;
 use velox_kernels::ran::Ran;
 use velox_kernels::reference::ReferenceDevice;
@@ -69,7 +70,7 @@ impl Backend for Crooked {
         Ok(values)
     }
 
-    fn prepare_matrix(&mut self, matrix: Matrix) -> Result<Matrix, EngineError> {
+    fn prepare_matrix(&mut self, matrix: StoredMatrix) -> Result<Matrix, EngineError> {
         self.inner.prepare_matrix(matrix)
     }
 
