@@ -39,7 +39,7 @@ type Case = (&'static str, &'static str, fn(&mut Value), &'static str);
 
 #[test]
 fn configurations_that_would_compute_another_model() {
-    let cases: [Case; 31] = [
+    let cases: [Case; 30] = [
         (
             "model type",
             "qwen3",
@@ -81,12 +81,6 @@ fn configurations_that_would_compute_another_model() {
             "qwen3",
             |c| c["quantization_config"] = json!({"bits": 4, "quant_method": "awq"}),
             "quantization_config with quant_method awq",
-        ),
-        (
-            "MLX",
-            "qwen3",
-            |c| c["quantization"] = json!({"bits": 4}),
-            "quantization {",
         ),
         (
             "partial rotation",
