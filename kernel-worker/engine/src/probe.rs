@@ -418,9 +418,13 @@ pub fn sample_matrix(block_type: BlockType, rows: usize, columns: usize) -> Matr
                 let start = bytes.len();
                 bytes.extend((0..block_type.bytes()).map(|_| random.byte()));
                 for &offset in scale_offsets(block_type) {
-                    let scale =
-                        half::f16::from_f32(scale(block_type) * (1.0 + 0.5 * random.signed()));
-                    bytes[start + offset..start + offset + 2].copy_from_slice(&scale.to_le_bytes());
+                    let scale = scale(block_type) * (1.0 + 0.5 * random.signed());
+                    let place = &mut bytes[start + offset..];
+                    if block_type == BlockType::Q8Affine {
+                        place[..4].copy_from_slice(&scale.to_le_bytes());
+                    } else {
+                        place[..2].copy_from_slice(&half::f16::from_f32(scale).to_le_bytes());
+                    }
                 }
             }
         }
@@ -438,6 +442,7 @@ const fn scale(block_type: BlockType) -> f32 {
         BlockType::Q5_0 => 16.0,
         BlockType::Q5_1 => 31.0,
         BlockType::Q8_0 | BlockType::Iq4Nl => 127.0,
+        BlockType::Q8Affine => 255.0,
         BlockType::Q2K => 15.0 * 3.0,
         BlockType::Q3K => 32.0 * 4.0,
         BlockType::Q4K => 63.0 * 15.0,
@@ -447,12 +452,13 @@ const fn scale(block_type: BlockType) -> f32 {
     0.1 / largest_code
 }
 
-/// Where a block keeps its f16 scales: random bits there could be infinite.
+/// Where a block keeps its scales, f16 but for Q8_AFFINE's f32: random bits there could be infinite.
 const fn scale_offsets(block_type: BlockType) -> &'static [usize] {
     match block_type {
         BlockType::F32 | BlockType::F16 | BlockType::Bf16 => &[],
         BlockType::Q4_0 | BlockType::Q5_0 | BlockType::Q8_0 | BlockType::Iq4Nl => &[0],
         BlockType::Q4_1 | BlockType::Q5_1 | BlockType::Q4K | BlockType::Q5K => &[0, 2],
+        BlockType::Q8Affine => &[0, 4],
         BlockType::Q2K => &[80, 82],
         BlockType::Q3K => &[108],
         BlockType::Q6K => &[208],

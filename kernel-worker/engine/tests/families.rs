@@ -34,10 +34,11 @@ const FAMILIES: [&str; 11] = [
     "qwen2-window",
     "qwen3",
 ];
-/// What rounding weights of 6 and 8 bits to F16 and activations to 15 bits adds on `CPU`: measured 1.6e-3 and 8e-3.
-const HALF_MEAN_TOLERANCE: f32 = 5e-3;
-const HALF_TOLERANCE: f32 = 3e-2;
+/// What `CPU` adds where weights are quantised: it rounds activations to 15 bits. Measured 1.2e-3 and 6.3e-3.
+const ROUNDED_MEAN_TOLERANCE: f32 = 3e-3;
+const ROUNDED_TOLERANCE: f32 = 1.5e-2;
 
+/// Quantised by MLX.
 const AFFINE: [&str; 2] = ["mixed", "uniform"];
 /// Same tensors as GGUF with interleaved rows of q and k.
 const GGUF_FILES: [&str; 3] = ["llama-tied", "llama-biases", "llama-rope-llama3"];
@@ -170,7 +171,6 @@ fn differences(found: &[f32], expected: &[f32]) -> (f32, f32) {
     (mean, largest)
 }
 
-/// Compares what a backend makes of a file with the expectation of a family.
 fn check(path: &Path, family: &str, backend: BackendLabel) {
     let expected = Expected::read(&fixtures().join(family));
     let stored_form = (STORED_FORM_MEAN_TOLERANCE, STORED_FORM_TOLERANCE);
@@ -213,8 +213,8 @@ fn weights_that_mlx_quantised_compute_the_same() {
         let expected = Expected::read(&folder);
         let exact = (STORED_FORM_MEAN_TOLERANCE, STORED_FORM_TOLERANCE);
         check_within(&folder, &expected, BackendLabel::Reference, exact);
-        let half = (HALF_MEAN_TOLERANCE, HALF_TOLERANCE);
-        check_within(&folder, &expected, BackendLabel::Cpu, half);
+        let rounded = (ROUNDED_MEAN_TOLERANCE, ROUNDED_TOLERANCE);
+        check_within(&folder, &expected, BackendLabel::Cpu, rounded);
     }
 }
 

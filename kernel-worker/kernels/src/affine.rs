@@ -10,7 +10,7 @@ use crate::block::BlockType;
 use crate::buffer::ByteSource;
 use crate::matrix::{Matrix, MatrixError};
 
-pub use self::convert::{NoRoom, Spare};
+pub use self::convert::NoRoom;
 
 /// Elements whose bits fill whole words; every group is a multiple of it.
 const RUN: usize = 32;
@@ -193,7 +193,7 @@ impl StoredType {
     }
 }
 
-/// A matrix as a model file has it. Kernels of the host read [`Matrix`]; see [`AffineMatrix::to_matrix`].
+/// A matrix as a model file has it. Kernels of the host read [`Matrix`]; see [`AffineMatrix::to_blocks`].
 #[derive(Debug, Clone)]
 pub enum StoredMatrix {
     /// Rows of blocks.

@@ -1,4 +1,4 @@
-//! Element and block types of stored matrices, with the byte layouts of GGUF.
+//! Element and block types of stored matrices, with the byte layouts of GGUF and one of our own.
 
 /// How a matrix is stored. Every row is a whole number of blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -31,11 +31,13 @@ pub enum BlockType {
     Q6K,
     /// 18 bytes: d f16, 16 nibble bytes; `d table[q]`.
     Iq4Nl,
+    /// 40 bytes: d f32, m f32, 32 u8; `d q + m`. In no file: what becomes of MLX's groups that fit no other type.
+    Q8Affine,
 }
 
 impl BlockType {
     /// Every type.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 15] = [
         Self::F32,
         Self::F16,
         Self::Bf16,
@@ -50,6 +52,7 @@ impl BlockType {
         Self::Q5K,
         Self::Q6K,
         Self::Iq4Nl,
+        Self::Q8Affine,
     ];
 
     /// Returns the elements of one block.
@@ -57,7 +60,13 @@ impl BlockType {
     pub const fn elements(self) -> usize {
         match self {
             Self::F32 | Self::F16 | Self::Bf16 => 1,
-            Self::Q4_0 | Self::Q4_1 | Self::Q5_0 | Self::Q5_1 | Self::Q8_0 | Self::Iq4Nl => 32,
+            Self::Q4_0
+            | Self::Q4_1
+            | Self::Q5_0
+            | Self::Q5_1
+            | Self::Q8_0
+            | Self::Iq4Nl
+            | Self::Q8Affine => 32,
             Self::Q2K | Self::Q3K | Self::Q4K | Self::Q5K | Self::Q6K => 256,
         }
     }
@@ -78,10 +87,11 @@ impl BlockType {
             Self::Q4K => 144,
             Self::Q5K => 176,
             Self::Q6K => 210,
+            Self::Q8Affine => 40,
         }
     }
 
-    /// Returns the name as GGUF tools write it.
+    /// Returns the name, as GGUF tools write it.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -99,6 +109,7 @@ impl BlockType {
             Self::Q5K => "Q5_K",
             Self::Q6K => "Q6_K",
             Self::Iq4Nl => "IQ4_NL",
+            Self::Q8Affine => "Q8_AFFINE",
         }
     }
 

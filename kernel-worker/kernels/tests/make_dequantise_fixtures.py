@@ -1,4 +1,5 @@
-"""Writes fixtures/dequantise/TYPE.bin with the independent decoder of the PyPI package `gguf`.
+"""Writes fixtures/dequantise/TYPE.bin with the independent decoder of the PyPI package `gguf`;
+Q8_AFFINE, which is ours, with numpy.
 
     python -m venv venv && venv/bin/pip install gguf numpy
     venv/bin/python make_dequantise_fixtures.py
@@ -61,6 +62,17 @@ def random_blocks(name, qtype, random):
     return blocks
 
 
+def affine_blocks(random):
+    """d f32, m f32, 32 u8."""
+    blocks = np.zeros(48, dtype=[("d", "<f4"), ("m", "<f4"), ("q", "u1", 32)])
+    for name in ["d", "m"]:
+        blocks[name] = random.normal(size=48) * 10.0 ** random.uniform(-6, 3, 48)
+        blocks[name][: len(HALVES)] = random.permutation(HALVES)
+    blocks["q"] = random.integers(0, 256, (48, 32))
+    blocks["q"][:2] = [[0], [255]]
+    return blocks, blocks["d"][:, None] * blocks["q"].astype("f4") + blocks["m"][:, None]
+
+
 def main():
     folder = pathlib.Path(__file__).parent / "fixtures" / "dequantise"
     folder.mkdir(parents=True, exist_ok=True)
@@ -70,6 +82,9 @@ def main():
         values = gguf.dequantize(blocks.copy(), qtype).astype("<f4")
         data = struct.pack("<I", len(blocks)) + blocks.tobytes() + values.tobytes()
         (folder / f"{name}.bin").write_bytes(data)
+    blocks, values = affine_blocks(np.random.default_rng(40))
+    data = struct.pack("<I", len(blocks)) + blocks.tobytes() + values.astype("<f4").tobytes()
+    (folder / "Q8_AFFINE.bin").write_bytes(data)
 
 
 if __name__ == "__main__":

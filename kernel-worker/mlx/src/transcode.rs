@@ -44,9 +44,12 @@ pub fn bits_of(block_type: BlockType) -> Option<usize> {
         BlockType::F32 | BlockType::F16 | BlockType::Bf16 => None,
         BlockType::Q4_0 | BlockType::Q4_1 | BlockType::Q4K => Some(4),
         BlockType::Q5_0 | BlockType::Q5_1 | BlockType::Q5K => Some(5),
-        BlockType::Q8_0 | BlockType::Iq4Nl | BlockType::Q2K | BlockType::Q3K | BlockType::Q6K => {
-            Some(8)
-        }
+        BlockType::Q8_0
+        | BlockType::Iq4Nl
+        | BlockType::Q2K
+        | BlockType::Q3K
+        | BlockType::Q6K
+        | BlockType::Q8Affine => Some(8),
     }
 }
 
@@ -74,6 +77,7 @@ pub fn affine(matrix: &Matrix) -> Result<Option<Transcoded>, OpError> {
         BlockType::Q5_1 => out.extend(bytes, |block: &[u8; 24]| [groups::q5_1(block)]),
         BlockType::Q8_0 => out.extend(bytes, |block: &[u8; 34]| [groups::q8_0(block)]),
         BlockType::Iq4Nl => out.extend(bytes, |block: &[u8; 18]| [groups::iq4_nl(block)]),
+        BlockType::Q8Affine => out.extend(bytes, |block: &[u8; 40]| [groups::q8_affine(block)]),
         BlockType::Q4K => out.extend(bytes, groups::q4_k),
         BlockType::Q5K => out.extend(bytes, groups::q5_k),
         BlockType::Q2K | BlockType::Q3K | BlockType::Q6K => {

@@ -2,7 +2,7 @@
 
 use std::num::NonZeroUsize;
 
-use velox_kernels::affine::{Spare, StoredMatrix};
+use velox_kernels::affine::StoredMatrix;
 use velox_kernels::attention::{AttendCall, PagedView};
 use velox_kernels::cpu::{
     self, Activations, AttendSpan, Cpu, CpuDevice, CpuKernelSet, Product, RopeTable,
@@ -23,7 +23,7 @@ use crate::sampler::SampleRequest;
 use crate::spec::RopeSpec;
 
 /// Runs every stage by `velox_kernels::cpu`. Weights stay where they are mapped, but for MLX's affine ones, which become
-/// blocks or F16.
+/// blocks.
 #[derive(Debug)]
 pub struct CpuBackend {
     cpu: Cpu,
@@ -145,7 +145,7 @@ impl Backend for CpuBackend {
     type Logits = LogitRows;
 
     fn prepare_matrix(&mut self, matrix: StoredMatrix) -> Result<Matrix, EngineError> {
-        host::matrix_of(matrix, Spare::Half, self.cpu.pool().threads())
+        host::matrix_of(matrix, self.cpu.pool().threads())
     }
 
     fn prepare_vector(&mut self, values: &[f32]) -> Result<Vec<f32>, EngineError> {

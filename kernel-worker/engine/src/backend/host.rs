@@ -1,6 +1,6 @@
 //! What backends in host memory share: logits as plain rows, and the constants of plain attention.
 
-use velox_kernels::affine::{Spare, StoredMatrix};
+use velox_kernels::affine::StoredMatrix;
 use velox_kernels::error::OpError;
 use velox_kernels::matrix::Matrix;
 use velox_kernels::rotary::Pairing;
@@ -53,18 +53,14 @@ impl LogitRows {
 }
 
 /// Makes the matrix that the kernels of the host read.
-pub(super) fn matrix_of(
-    matrix: StoredMatrix,
-    spare: Spare,
-    threads: usize,
-) -> Result<Matrix, EngineError> {
+pub(super) fn matrix_of(matrix: StoredMatrix, threads: usize) -> Result<Matrix, EngineError> {
     match matrix {
         StoredMatrix::Blocks(matrix) => Ok(matrix),
         StoredMatrix::Affine(matrix) => {
             matrix
-                .to_matrix(spare, threads)
+                .to_blocks(threads)
                 .map_err(|refused| EngineError::OutOfMemory {
-                    what: format!("{} matrix as blocks or floats", matrix.layout().name()),
+                    what: format!("{} matrix as blocks", matrix.layout().name()),
                     needed_bytes: u64::try_from(refused.bytes).unwrap_or(u64::MAX),
                     available_bytes: 0,
                 })

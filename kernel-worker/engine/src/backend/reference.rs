@@ -1,6 +1,6 @@
 //! The stages by the oracle's ops: readable f32, any block type, any machine.
 
-use velox_kernels::affine::{Spare, StoredMatrix};
+use velox_kernels::affine::StoredMatrix;
 use velox_kernels::attention::AttendCall;
 use velox_kernels::matrix::Matrix;
 use velox_kernels::ran::Ran;
@@ -109,7 +109,7 @@ impl Backend for ReferenceBackend {
     type Logits = LogitRows;
 
     fn prepare_matrix(&mut self, matrix: StoredMatrix) -> Result<Matrix, EngineError> {
-        host::matrix_of(matrix, Spare::Exact, self.threads)
+        host::matrix_of(matrix, self.threads)
     }
 
     fn prepare_vector(&mut self, values: &[f32]) -> Result<Vec<f32>, EngineError> {

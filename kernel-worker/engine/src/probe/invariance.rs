@@ -107,7 +107,7 @@ fn token_ids(stride: u32, count: usize) -> Vec<u32> {
         .collect()
 }
 
-/// Two layers: seven matrices each, one of every block type in all.
+/// Two layers of seven matrices and an embedding: one of every block type in all.
 fn spec() -> ModelSpec {
     ModelSpec {
         architecture: Architecture::Llama,
@@ -128,7 +128,8 @@ fn spec() -> ModelSpec {
 fn tensors() -> ModelTensors<StoredMatrix> {
     let mut random = Random(13);
     let mut norm = || -> Vec<f32> { (0..WIDTH).map(|_| 1.0 + 0.1 * random.signed()).collect() };
-    let (first, second) = BlockType::ALL.split_at(7);
+    let [layers @ .., last] = BlockType::ALL;
+    let (first, second) = layers.split_at(7);
     let layers = [first, second].map(|types| {
         let linear = |place: usize, rows| LinearTensors {
             weight: sample_matrix(types[place], rows, WIDTH).into(),
@@ -148,7 +149,7 @@ fn tensors() -> ModelTensors<StoredMatrix> {
         }
     });
     ModelTensors {
-        embedding: sample_matrix(BlockType::Q8_0, VOCABULARY, WIDTH).into(),
+        embedding: sample_matrix(last, VOCABULARY, WIDTH).into(),
         layers: layers.into(),
         final_norm: norm(),
         head: None,

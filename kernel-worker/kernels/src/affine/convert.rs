@@ -1,4 +1,4 @@
-//! Affine groups as blocks or floats, for kernels that know no others.
+//! Affine groups as blocks, for kernels that know no others.
 
 use half::f16;
 
@@ -10,9 +10,6 @@ use crate::reference::dequantise;
 
 /// Rows that are worth a thread of their own.
 const MIN_ROWS_PER_THREAD: usize = 64;
-/// Least magnitude for which an f16 has all its digits.
-const SMALLEST_NORMAL_F16: f32 = 6.103_515_6e-5;
-const LARGEST_F16: f32 = 65504.0;
 
 /// The converted matrix finds no room.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -22,27 +19,17 @@ pub struct NoRoom {
     pub bytes: usize,
 }
 
-/// What becomes of a matrix that no block type holds exactly.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Spare {
-    /// F32: the weights are those of the file.
-    Exact,
-    /// F16, half as large: a weight is off by at most 2^-11 of the largest one. F32 where that is out of its range.
-    Half,
-}
-
 impl AffineMatrix {
-    /// Returns the matrix as the kernels of the host read it, made on up to `threads` threads.
+    /// Returns the same weights as blocks, made on up to `threads` threads.
     ///
-    /// Up to 4 bits become Q4_1 and 5 bits Q5_1, whose rule is the same, if each scale and bias is an f16 too. Others
-    /// (6 and 8 bits, and scales beyond f16) become floats: see [`Spare`].
+    /// Up to 4 bits become Q4_1 and 5 bits Q5_1, whose rule is the same, if each scale and bias is an f16 number too;
+    /// others become Q8_AFFINE.
     ///
     /// # Errors
     /// [`NoRoom`] if the allocator refuses.
-    pub fn to_matrix(&self, spare: Spare, threads: usize) -> Result<Matrix, NoRoom> {
-        let target = self.target(spare);
+    pub fn to_blocks(&self, threads: usize) -> Result<Matrix, NoRoom> {
+        let target = self.block_type();
         let (rows, columns) = (self.rows(), self.columns());
-        // Blocks and floats of a row overflow only if it had more columns than memory has bytes.
         let row_bytes = target.row_bytes(columns).unwrap_or(usize::MAX);
         let length = row_bytes.saturating_mul(rows);
         let mut bytes =
@@ -66,51 +53,23 @@ impl AffineMatrix {
             .expect("the bytes were counted by the same shape"))
     }
 
-    /// Chooses what holds the weights.
-    fn target(&self, spare: Spare) -> BlockType {
-        let fits = |matrix: &Matrix| {
+    /// Chooses the smallest type that holds the weights.
+    fn block_type(&self) -> BlockType {
+        let halves = |matrix: &Matrix| {
             matrix.block_type() == BlockType::F16
                 || (0..matrix.rows()).all(|row| {
                     let exact = |value: &f32| f16::from_f32(*value).to_f32() == *value;
                     floats(matrix, row).iter().all(exact)
                 })
         };
-        let block_type = match self.layout.bits() {
+        let small = match self.layout.bits() {
             2..=4 => Some(BlockType::Q4_1),
             5 => Some(BlockType::Q5_1),
             _ => None,
         };
-        if let Some(block_type) = block_type
-            && fits(&self.scales)
-            && fits(&self.biases)
-        {
-            return block_type;
-        }
-        match spare {
-            Spare::Half if self.is_in_range_of_f16() => BlockType::F16,
-            Spare::Exact | Spare::Half => BlockType::F32,
-        }
-    }
-
-    /// Returns whether the largest weight that the groups can express is a normal f16: the others are then rounded by
-    /// at most 2^-11 of it.
-    fn is_in_range_of_f16(&self) -> bool {
-        let largest_code = f32::from(largest_code(self.layout));
-        let mut largest = 0.0_f32;
-        for row in 0..self.rows() {
-            for (scale, bias) in floats(&self.scales, row)
-                .iter()
-                .zip(&floats(&self.biases, row))
-            {
-                // A rule is straight: its ends are its extremes.
-                let end = scale * largest_code + bias;
-                if !(end.is_finite() && bias.is_finite()) {
-                    return false;
-                }
-                largest = largest.max(end.abs()).max(bias.abs());
-            }
-        }
-        largest == 0.0 || (SMALLEST_NORMAL_F16..=LARGEST_F16).contains(&largest)
+        small
+            .filter(|_| halves(&self.scales) && halves(&self.biases))
+            .unwrap_or(BlockType::Q8Affine)
     }
 
     /// Writes one row as `target`.
@@ -121,7 +80,7 @@ impl AffineMatrix {
         let runs_per_row = self.columns() / RUN;
         let first = row * runs_per_row * run_bytes;
         let packed = &self.packed()[first..first + runs_per_row * run_bytes];
-        let out_bytes = target.bytes() * (RUN / target.elements());
+        let out_bytes = target.bytes();
         let runs = packed
             .chunks_exact(run_bytes)
             .zip(out.chunks_exact_mut(out_bytes));
@@ -142,17 +101,11 @@ impl AffineMatrix {
                     fifth_bits.copy_from_slice(&bits_of(&codes, 4).to_le_bytes());
                     write_nibbles(&codes, nibbles);
                 }
-                BlockType::F16 => {
-                    for (code, out) in codes.iter().zip(out.chunks_exact_mut(2)) {
-                        let weight = f16::from_f32(scale * f32::from(*code) + bias);
-                        out.copy_from_slice(&weight.to_le_bytes());
-                    }
-                }
                 _ => {
-                    for (code, out) in codes.iter().zip(out.chunks_exact_mut(4)) {
-                        let weight = scale * f32::from(*code) + bias;
-                        out.copy_from_slice(&weight.to_le_bytes());
-                    }
+                    let (numbers, quants) = out.split_at_mut(8);
+                    numbers[..4].copy_from_slice(&scale.to_le_bytes());
+                    numbers[4..].copy_from_slice(&bias.to_le_bytes());
+                    quants.copy_from_slice(&codes);
                 }
             }
         }

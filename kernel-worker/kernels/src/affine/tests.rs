@@ -89,13 +89,8 @@ proptest! {
             for block_type in [BlockType::F32, BlockType::F16, BlockType::Bf16] {
                 let (matrix, expected) = sample(layout, block_type, rows, &random, 1e-3);
                 prop_assert_eq!((matrix.rows(), matrix.columns()), (rows, 2 * layout.group()));
-                let exact = matrix.to_matrix(Spare::Exact, threads).unwrap();
-                prop_assert_eq!(weights(&exact), expected.clone(), "{} {:?}", layout.name(), block_type);
-                let half = matrix.to_matrix(Spare::Half, threads).unwrap();
-                let largest = expected.iter().fold(0.0_f32, |most, weight| most.max(weight.abs()));
-                for (found, expected) in weights(&half).iter().zip(&expected) {
-                    prop_assert!((found - expected).abs() <= largest / 2048.0);
-                }
+                let blocks = matrix.to_blocks(threads).unwrap();
+                prop_assert_eq!(weights(&blocks), expected, "{} {:?}", layout.name(), block_type);
             }
         }
     }
@@ -104,30 +99,17 @@ proptest! {
 #[test]
 fn what_a_matrix_becomes() {
     let random: Vec<u8> = (0..=255).collect();
-    let becomes = |bits, block_type, scale, spare| {
+    let becomes = |bits, block_type, scale| {
         let layout = AffineLayout::new(bits, 64).unwrap();
         let (matrix, _) = sample(layout, block_type, 3, &random, scale);
-        matrix.to_matrix(spare, 1).unwrap().block_type()
+        matrix.to_blocks(1).unwrap().block_type()
     };
     for bits in [2, 3, 4] {
-        assert_eq!(
-            becomes(bits, BlockType::F16, 1e-3, Spare::Exact),
-            BlockType::Q4_1
-        );
+        assert_eq!(becomes(bits, BlockType::F16, 1e-3), BlockType::Q4_1);
     }
-    assert_eq!(
-        becomes(5, BlockType::Bf16, 1e-3, Spare::Half),
-        BlockType::Q5_1
-    );
+    assert_eq!(becomes(5, BlockType::Bf16, 1e-3), BlockType::Q5_1);
     for bits in [6, 8] {
-        assert_eq!(
-            becomes(bits, BlockType::F16, 1e-3, Spare::Exact),
-            BlockType::F32
-        );
-        assert_eq!(
-            becomes(bits, BlockType::F16, 1e-3, Spare::Half),
-            BlockType::F16
-        );
+        assert_eq!(becomes(bits, BlockType::F16, 1e-3), BlockType::Q8Affine);
     }
     // Scales that f16 would round: in digits, below its range, above it.
     for (block_type, scale) in [
@@ -135,20 +117,8 @@ fn what_a_matrix_becomes() {
         (BlockType::Bf16, 1e-9),
         (BlockType::Bf16, 1e6),
     ] {
-        assert_eq!(becomes(4, block_type, scale, Spare::Exact), BlockType::F32);
+        assert_eq!(becomes(4, block_type, scale), BlockType::Q8Affine);
     }
-    assert_eq!(
-        becomes(4, BlockType::F32, 1e-3, Spare::Half),
-        BlockType::F16
-    );
-    assert_eq!(
-        becomes(4, BlockType::Bf16, 1e-9, Spare::Half),
-        BlockType::F32
-    );
-    assert_eq!(
-        becomes(4, BlockType::Bf16, 1e6, Spare::Half),
-        BlockType::F32
-    );
 }
 
 #[test]
@@ -158,10 +128,8 @@ fn a_scale_that_is_no_number_stays_one() {
     let scales = Matrix::from_f32(1, 1, &[f32::NAN]).unwrap();
     let biases = Matrix::from_f32(1, 1, &[0.0]).unwrap();
     let matrix = AffineMatrix::new(layout, packed, scales, biases).unwrap();
-    for spare in [Spare::Exact, Spare::Half] {
-        let converted = matrix.to_matrix(spare, 1).unwrap();
-        assert!(weights(&converted).iter().all(|weight| weight.is_nan()));
-    }
+    let blocks = matrix.to_blocks(1).unwrap();
+    assert!(weights(&blocks).iter().all(|weight| weight.is_nan()));
 }
 
 #[test]

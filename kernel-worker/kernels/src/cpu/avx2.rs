@@ -341,6 +341,12 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn of_bits(self, value: __m256i) -> __m256 {
+        // SAFETY: `self` proves the features.
+        unsafe { _mm256_castsi256_ps(value) }
+    }
+
+    #[inline(always)]
     fn f16_halves(self, value: __m256i) -> (__m256, __m256) {
         // SAFETY: `self` proves the features.
         unsafe { f16_halves(value) }

@@ -298,6 +298,12 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    fn of_bits(self, value: __m512i) -> __m512 {
+        // SAFETY: `self` proves the features.
+        unsafe { _mm512_castsi512_ps(value) }
+    }
+
+    #[inline(always)]
     fn f16_halves(self, value: __m512i) -> (__m512, __m512) {
         // SAFETY: `self` proves the features.
         unsafe { f16_halves(value) }

@@ -2,7 +2,7 @@
 
 use super::floats::FloatFormat;
 use super::format::{
-    Decoder, Format, Iq4Nl, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0,
+    Decoder, Format, Iq4Nl, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0, Q8Affine,
 };
 use super::simd::{Kernel, Simd};
 use super::{Cpu, CpuDevice};
@@ -93,6 +93,7 @@ impl Kernel for DecodeRow<'_> {
             BlockType::Q5_0 => decode::<S, Q5_0>(simd, bytes, out),
             BlockType::Q5_1 => decode::<S, Q5_1>(simd, bytes, out),
             BlockType::Q8_0 => decode::<S, Q8_0>(simd, bytes, out),
+            BlockType::Q8Affine => decode::<S, Q8Affine>(simd, bytes, out),
             BlockType::Iq4Nl => decode::<S, Iq4Nl>(simd, bytes, out),
             BlockType::Q2K => decode::<S, Q2K>(simd, bytes, out),
             BlockType::Q3K => decode::<S, Q3K>(simd, bytes, out),

@@ -16,7 +16,7 @@ use super::simd::Simd;
 mod nibble;
 mod super_block;
 
-pub(super) use nibble::{Iq4Nl, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
+pub(super) use nibble::{Iq4Nl, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q8Affine};
 pub(super) use super_block::{Q2K, Q3K, Q4K, Q5K, Q6K};
 
 /// 32 columns of a tile.

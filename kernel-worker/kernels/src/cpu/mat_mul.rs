@@ -5,7 +5,7 @@
 use super::activation::{BLOCK, Block, Quantise};
 use super::band::{Band, Target};
 use super::floats::{FloatBand, FloatFormat};
-use super::format::{Iq4Nl, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
+use super::format::{Iq4Nl, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0, Q8Affine};
 use super::output::Output;
 use super::{Cpu, CpuDevice, CpuKernelSet};
 use crate::block::BlockType;
@@ -169,6 +169,7 @@ impl Part<'_> {
             BlockType::Q5_0 => kernels.run(Band::new(Q5_0, bytes, blocks, target)),
             BlockType::Q5_1 => kernels.run(Band::new(Q5_1, bytes, blocks, target)),
             BlockType::Q8_0 => kernels.run(Band::new(Q8_0, bytes, blocks, target)),
+            BlockType::Q8Affine => kernels.run(Band::new(Q8Affine, bytes, blocks, target)),
             BlockType::Iq4Nl => kernels.run(Band::new(Iq4Nl, bytes, blocks, target)),
             BlockType::Q2K => kernels.run(Band::new(Q2K, bytes, blocks, target)),
             BlockType::Q3K => kernels.run(Band::new(Q3K, bytes, blocks, target)),

@@ -345,6 +345,12 @@ impl Simd for Neon {
     }
 
     #[inline(always)]
+    fn of_bits(self, value: int32x4_t) -> float32x4_t {
+        // SAFETY: `self` proves the features.
+        unsafe { vreinterpretq_f32_s32(value) }
+    }
+
+    #[inline(always)]
     fn f16_halves(self, value: int32x4_t) -> (float32x4_t, float32x4_t) {
         // SAFETY: `self` proves the features.
         unsafe { f16_halves(value) }

@@ -167,6 +167,11 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    fn of_bits(self, value: Self::I) -> Self::F {
+        value.map(|bits| f32::from_bits(bits.cast_unsigned()))
+    }
+
+    #[inline(always)]
     fn f16_halves(self, value: Self::I) -> (Self::F, Self::F) {
         let half = |low: u8, high: u8| f16::from_le_bytes([low, high]).to_f32();
         let bytes = value.map(i32::to_le_bytes);

@@ -78,6 +78,8 @@ pub(super) trait Simd: Copy + Debug + Send + Sync + 'static {
     fn look_up(self, indices: Self::I, table: &[i8; 16]) -> Self::I;
     /// Converts integers to f32.
     fn to_f32(self, value: Self::I) -> Self::F;
+    /// Takes integers for the bits of f32.
+    fn of_bits(self, value: Self::I) -> Self::F;
     /// Converts the low and the high half of each lane from f16.
     fn f16_halves(self, value: Self::I) -> (Self::F, Self::F);
     /// Adds to each lane the dot product of its four weight bytes with four signed activation bytes. `SIGNED` says

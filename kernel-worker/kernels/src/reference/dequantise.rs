@@ -1,6 +1,6 @@
 //! Stored blocks to f32.
 //!
-//! `d` and `m` are f16. In 32-element blocks the low nibbles are elements 0 to 15, the high ones 16 to 31. Each value
+//! `d` and `m` are f16, those of Q8_AFFINE f32. In 32-element blocks the low nibbles are elements 0 to 15, the high ones 16 to 31. Each value
 //! is computed in f32 as the rule of its type in [`BlockType`] reads: products first, then one subtraction or addition.
 
 mod super_block;
@@ -53,6 +53,7 @@ pub(crate) fn dequantise(block_type: BlockType, bytes: &[u8], out: &mut [f32]) {
         BlockType::Q5_1 => blocks(bytes, out, q5_1),
         BlockType::Q8_0 => blocks(bytes, out, q8_0),
         BlockType::Iq4Nl => blocks(bytes, out, iq4_nl),
+        BlockType::Q8Affine => blocks(bytes, out, q8_affine),
         BlockType::Q2K => blocks(bytes, out, super_block::q2_k),
         BlockType::Q3K => blocks(bytes, out, super_block::q3_k),
         BlockType::Q4K => blocks(bytes, out, super_block::q4_k),
@@ -130,6 +131,14 @@ fn q5_1(block: &[u8; 24], out: &mut [f32; 32]) {
     nibbles(&block[8..], out, |element, q| {
         d * fifth_bit(bits, element, q) + m
     });
+}
+
+fn q8_affine(block: &[u8; 40], out: &mut [f32; 32]) {
+    let [d, m] = [0, 4]
+        .map(|at| f32::from_le_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]]));
+    for (value, &q) in out.iter_mut().zip(&block[8..]) {
+        *value = d * f32::from(q) + m;
+    }
 }
 
 fn q8_0(block: &[u8; 34], out: &mut [f32; 32]) {

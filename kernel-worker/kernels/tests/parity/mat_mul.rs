@@ -160,6 +160,7 @@ product_cases! {
     q5_k_products: Q5K,
     q6_k_products: Q6K,
     iq4_nl_products: Iq4Nl,
+    q8_affine_products: Q8Affine,
 }
 
 /// Offsets are added to scaled quants in f32, where the oracle may subtract integers first: 2 units in the last place

@@ -46,12 +46,13 @@ impl Numbers {
     }
 }
 
-/// Where a block's f16 factors lie.
+/// Where a block's f16 factors lie; f32 ones of Q8_AFFINE.
 fn factors(block_type: BlockType) -> &'static [usize] {
     match block_type {
         BlockType::F32 | BlockType::F16 | BlockType::Bf16 => &[],
         BlockType::Q4_0 | BlockType::Q5_0 | BlockType::Q8_0 | BlockType::Iq4Nl => &[0],
         BlockType::Q4_1 | BlockType::Q5_1 | BlockType::Q4K | BlockType::Q5K => &[0, 2],
+        BlockType::Q8Affine => &[0, 4],
         BlockType::Q2K => &[80, 82],
         BlockType::Q3K => &[108],
         BlockType::Q6K => &[208],
@@ -70,8 +71,13 @@ pub(crate) fn matrix(block_type: BlockType, rows: usize, columns: usize, seed: u
             _ => {
                 let mut block: Vec<u8> = (0..block_type.bytes()).map(|_| numbers.byte()).collect();
                 for &at in factors(block_type) {
-                    let factor = f16::from_f32(0.05 * numbers.value());
-                    block[at..at + 2].copy_from_slice(&factor.to_le_bytes());
+                    let factor = 0.05 * numbers.value();
+                    if block_type == BlockType::Q8Affine {
+                        block[at..at + 4].copy_from_slice(&factor.to_le_bytes());
+                    } else {
+                        let factor = f16::from_f32(factor);
+                        block[at..at + 2].copy_from_slice(&factor.to_le_bytes());
+                    }
                 }
                 bytes.extend(block);
             }

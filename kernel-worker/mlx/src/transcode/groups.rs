@@ -43,6 +43,16 @@ pub(super) fn q4_1(block: &[u8; 20]) -> Group {
     }
 }
 
+pub(super) fn q8_affine(block: &[u8; 40]) -> Group {
+    let float_at =
+        |at| f32::from_le_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]]);
+    Group {
+        scale: float_at(0),
+        bias: float_at(4),
+        q: std::array::from_fn(|element| block[8 + element]),
+    }
+}
+
 pub(super) fn q5_0(block: &[u8; 22]) -> Group {
     let scale = half_at(block, 0);
     Group {

@@ -41,13 +41,18 @@ fn tame(block_type: BlockType, bytes: &mut [u8], halves: &[f32]) {
         BlockType::F32 | BlockType::F16 | BlockType::Bf16 => &[],
         BlockType::Q4_0 | BlockType::Q5_0 | BlockType::Q8_0 | BlockType::Iq4Nl => &[0],
         BlockType::Q4_1 | BlockType::Q5_1 | BlockType::Q4K | BlockType::Q5K => &[0, 2],
+        BlockType::Q8Affine => &[0, 4],
         BlockType::Q2K => &[80, 82],
         BlockType::Q3K => &[108],
         BlockType::Q6K => &[208],
     };
     for block in bytes.chunks_mut(block_type.bytes()) {
         for (&offset, &half) in offsets.iter().zip(halves) {
-            block[offset..offset + 2].copy_from_slice(&f16::from_f32(half).to_le_bytes());
+            if block_type == BlockType::Q8Affine {
+                block[offset..offset + 4].copy_from_slice(&half.to_le_bytes());
+            } else {
+                block[offset..offset + 2].copy_from_slice(&f16::from_f32(half).to_le_bytes());
+            }
         }
     }
 }

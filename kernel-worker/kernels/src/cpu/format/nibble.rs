@@ -18,6 +18,9 @@ pub(in crate::cpu) struct Q5_1;
 /// `d q`.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cpu) struct Q8_0;
+/// `d q + m`, `d` and `m` in f32.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cpu) struct Q8Affine;
 /// `d table[q]`.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cpu) struct Iq4Nl;
@@ -171,6 +174,38 @@ impl Format for Q8_0 {
         let [c0, c1, c2, c3] = simd.load_columns(&rows[2..], stride);
         let [c4, c5, c6, c7] = simd.load_columns(&rows[18..], stride);
         sink.push(simd, signed(simd, [c0, c1, c2, c3, c4, c5, c6, c7], d));
+    }
+}
+
+impl Format for Q8Affine {
+    const ELEMENTS: usize = 32;
+    const BYTES: usize = 40;
+    const GROUP: usize = 32;
+    const SIGNED: bool = true;
+
+    #[inline(always)]
+    fn unpack<S: Simd>(simd: S, rows: &[u8], stride: usize, sink: &mut impl Sink<S>) {
+        let d = simd.of_bits(simd.load_column(rows, stride));
+        let m = simd.of_bits(simd.load_column(&rows[4..], stride));
+        let [c0, c1, c2, c3] = simd.load_columns(&rows[8..], stride);
+        let [c4, c5, c6, c7] = simd.load_columns(&rows[24..], stride);
+        let q = [c0, c1, c2, c3, c4, c5, c6, c7];
+        // The opposite of `signed`: the quants are unsigned as they are stored.
+        let packed = if S::UNSIGNED_WEIGHTS {
+            Packed {
+                q,
+                a: [d; 2],
+                b: [m; 2],
+            }
+        } else {
+            let flip = simd.splat_bits(i32::from_ne_bytes([0x80; 4]));
+            Packed {
+                q: q.map(|q| simd.xor(q, flip)),
+                a: [d; 2],
+                b: [simd.fma(d, simd.splat(128.0), m); 2],
+            }
+        };
+        sink.push(simd, packed);
     }
 }
 
