@@ -68,6 +68,29 @@ fn text(capabilities: &GetCapabilitiesResponse) -> String {
     text
 }
 
+/// Joins names with commas, those that differ in their group alone with strokes: `MLX_AFFINE_4_G32/64/128`.
+fn folded(names: &[&str]) -> String {
+    let mut folded = String::new();
+    let mut open = None;
+    for name in names {
+        let group = name.rsplit_once("_G");
+        match group {
+            Some((stem, size)) if open == Some(stem) => {
+                folded.push('/');
+                folded.push_str(size);
+            }
+            _ => {
+                if !folded.is_empty() {
+                    folded.push(',');
+                }
+                folded.push_str(name);
+            }
+        }
+        open = group.map(|(stem, _)| stem);
+    }
+    folded
+}
+
 /// One row per op and backend: a table that a person wants to read; `--json` has every type apart.
 fn ops(worker: &WorkerCapabilities) -> Vec<Vec<String>> {
     let mut groups: Vec<(&str, i32, Vec<&OpCapability>)> = Vec::new();
@@ -105,7 +128,7 @@ fn ops(worker: &WorkerCapabilities) -> Vec<Vec<String>> {
                     .first()
                     .map_or("", |op| backend_name(op.backend()))
                     .to_owned(),
-                names.join(","),
+                folded(&names),
                 worst.map_or_else(|| "-".to_owned(), |error| format!("{error:.2e}")),
                 withdrawn.join("; "),
             ]
@@ -155,4 +178,16 @@ fn worker_json(worker: &WorkerCapabilities) -> Value {
             "probe_us": op.probe_us,
         })).collect::<Vec<_>>(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_of_a_width_share_a_name() {
+        let names = ["F32", "A_4_G32", "A_4_G64", "A_8_G32", "Q8_0", "A_8_G64"];
+        assert_eq!(folded(&names), "F32,A_4_G32/64,A_8_G32,Q8_0,A_8_G64");
+        assert_eq!(folded(&[]), "");
+    }
 }

@@ -65,9 +65,9 @@ pub struct ModelFacts {
     pub format: &'static str,
     /// Elements of all tensors; a tied head counts once.
     pub parameters: u64,
-    /// Bytes of the tensors as stored, or as held after quantisation.
+    /// Bytes of the tensors as stored, or as held after quantisation at load. A backend may hold them in another layout.
     pub weight_bytes: u64,
-    /// Block types present, sorted by name.
+    /// Types of the tensors, sorted by name.
     pub tensor_types: Vec<&'static str>,
     /// Label of the backend that will run it.
     pub backend: BackendLabel,
