@@ -5,11 +5,11 @@ use std::arch::aarch64::{
     vbslq_f32, vcgeq_u32, vcgtq_f32, vcltq_f32, vcvtq_f32_s32, vdivq_f32, vdupq_n_f32, vdupq_n_s32,
     vdupq_n_u32, veorq_s32, vfmaq_f32, vget_low_s8, vld1_u8, vld1q_s8, vld1q_s32, vld1q_u8,
     vmovl_u16, vmull_high_s8, vmull_s8, vmulq_f32, vorrq_s32, vorrq_u32, vpadalq_s16, vpaddq_s16,
-    vqtbl1q_s8, vreinterpret_u16_u8, vreinterpretq_f32_u8, vreinterpretq_f32_u32,
-    vreinterpretq_s8_s32, vreinterpretq_s32_s8, vreinterpretq_s32_s64, vreinterpretq_s32_u8,
-    vreinterpretq_s32_u32, vreinterpretq_s64_s32, vreinterpretq_u8_s32, vreinterpretq_u32_f32,
-    vreinterpretq_u32_s32, vshlq_n_u32, vshlq_u32, vshrq_n_u32, vst1q_f32, vsubq_f32, vtrn1q_s32,
-    vtrn1q_s64, vtrn2q_s32, vtrn2q_s64,
+    vqtbl1q_s8, vreinterpret_u16_u8, vreinterpretq_f32_s32, vreinterpretq_f32_u8,
+    vreinterpretq_f32_u32, vreinterpretq_s8_s32, vreinterpretq_s32_s8, vreinterpretq_s32_s64,
+    vreinterpretq_s32_u8, vreinterpretq_s32_u32, vreinterpretq_s64_s32, vreinterpretq_u8_s32,
+    vreinterpretq_u32_f32, vreinterpretq_u32_s32, vshlq_n_u32, vshlq_u32, vshrq_n_u32, vst1q_f32,
+    vsubq_f32, vtrn1q_s32, vtrn1q_s64, vtrn2q_s32, vtrn2q_s64,
 };
 
 use super::simd::{Kernel, Simd, check_rows};
