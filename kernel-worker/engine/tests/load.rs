@@ -186,7 +186,7 @@ fn what_is_quantised_stays_as_it_is() {
 #[test]
 fn a_weight_that_no_block_can_hold_is_named() {
     let folder = tempfile::tempdir().unwrap();
-    let source = fixture("families/llama-tied");
+    let source = fixture("families/llama-untied");
     for name in ["config.json", "tokenizer.json"] {
         std::fs::copy(source.join(name), folder.path().join(name)).unwrap();
     }
