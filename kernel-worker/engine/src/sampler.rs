@@ -70,6 +70,24 @@ pub struct SampleResult {
 // === impl SamplingParameters ===
 
 impl SamplingParameters {
+    /// The most likely token, nothing else.
+    #[must_use]
+    pub fn greedy() -> Self {
+        Self {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            seed: 0,
+            repetition_penalty: 1.0,
+            frequency_penalty: 0.0,
+            presence_penalty: 0.0,
+            penalty_window_tokens: 0,
+            bias: Vec::new(),
+            allowed: Vec::new(),
+        }
+    }
+
     /// Checks every field against its range and every token against the vocabulary.
     ///
     /// # Errors

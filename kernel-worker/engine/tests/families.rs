@@ -101,7 +101,7 @@ fn score(runner: &mut dyn Runner, ids: &[u32], chunk: usize) -> Vec<f32> {
         row,
         capacity_tokens: ids.len(),
         prompt_tokens: ids.len(),
-        sampling: greedy(),
+        sampling: SamplingParameters::greedy(),
         end_token_ids: Vec::new(),
         top_logprobs: None,
     }];
@@ -135,22 +135,6 @@ fn score(runner: &mut dyn Runner, ids: &[u32], chunk: usize) -> Vec<f32> {
     let ticket = runner.submit(close, &Silent).unwrap();
     runner.collect(ticket).unwrap();
     logits
-}
-
-fn greedy() -> SamplingParameters {
-    SamplingParameters {
-        temperature: 0.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        seed: 0,
-        repetition_penalty: 1.0,
-        frequency_penalty: 0.0,
-        presence_penalty: 0.0,
-        penalty_window_tokens: 0,
-        bias: Vec::new(),
-        allowed: Vec::new(),
-    }
 }
 
 /// Mean and largest absolute difference.

@@ -26,7 +26,7 @@ use velox_kernels::label::BackendLabel;
 use velox_kvcache::PageBudget;
 
 use model::{load_model, model_path};
-use plans::{greedy, open, run};
+use plans::{open, run};
 use tiny::Family;
 
 /// Makes a runner with a number of threads.
@@ -118,7 +118,7 @@ fn sampled(row: RowId, capacity_tokens: usize, prompt_tokens: usize) -> OpenRow 
             frequency_penalty: 0.1,
             presence_penalty: 0.1,
             penalty_window_tokens: 24,
-            ..greedy()
+            ..SamplingParameters::greedy()
         },
         top_logprobs: Some(3),
         ..open(row, capacity_tokens, prompt_tokens)

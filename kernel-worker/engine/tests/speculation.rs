@@ -25,7 +25,7 @@ use velox_engine::step::{
 use velox_kernels::cpu::CpuKernelSet;
 use velox_kvcache::PageBudget;
 
-use plans::{Undisturbed, greedy, open, run};
+use plans::{Undisturbed, open, run};
 use tiny::{Family, POISON, VOCAB};
 
 const ROW: RowId = RowId(1);
@@ -48,7 +48,7 @@ fn cpu(family: Family, kernels: CpuKernelSet) -> Box<dyn Runner> {
 fn sane() -> SamplingParameters {
     SamplingParameters {
         bias: vec![(POISON, -1e9)],
-        ..greedy()
+        ..SamplingParameters::greedy()
     }
 }
 
