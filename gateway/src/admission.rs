@@ -7,6 +7,7 @@ use velox_proto::v1::{Backend, KvGeometry};
 use crate::planner::RowId;
 use crate::policy::Policy;
 use crate::pool::WorkerKey;
+use crate::request::ModelIdentity;
 
 /// Returns the bytes that the cache of a row of `capacity_tokens` can grow to.
 #[must_use]
@@ -72,7 +73,7 @@ pub struct Waiting<'a> {
     /// Its number.
     pub id: RowId,
     /// Model that it needs.
-    pub model: &'a str,
+    pub model: ModelIdentity<'a>,
     /// Worst case of its cache.
     pub kv_bytes: u64,
     /// Backends that it may run on.
@@ -86,8 +87,8 @@ pub struct Waiting<'a> {
 pub struct Place<'a> {
     /// The worker.
     pub worker: WorkerKey,
-    /// Name of the model.
-    pub model: &'a str,
+    /// Which model.
+    pub model: ModelIdentity<'a>,
     /// Backend that runs it.
     pub backend: Backend,
     /// Rows that the worker has, of any model.
@@ -161,10 +162,14 @@ mod tests {
         }
     }
 
+    fn model(name: &'static str, fingerprint: &'static str) -> ModelIdentity<'static> {
+        ModelIdentity { name, fingerprint }
+    }
+
     fn spot(slot: u32, backend: Backend, rows: u32) -> Place<'static> {
         Place {
             worker: key(slot),
-            model: "m",
+            model: model("m", "1"),
             backend,
             rows,
             max_rows: 4,
@@ -174,7 +179,7 @@ mod tests {
     fn waiting(id: u64, kv_bytes: u64, policy: &Policy) -> Waiting<'_> {
         Waiting {
             id: RowId(id),
-            model: "m",
+            model: model("m", "1"),
             kv_bytes,
             policy,
             ran_on: None,
@@ -233,10 +238,22 @@ mod tests {
     }
 
     #[test]
+    fn a_row_does_not_go_on_with_another_model_of_the_same_name() {
+        let policy = Policy::any();
+        let of_before = Waiting {
+            model: model("m", "0"),
+            ..waiting(1, 1, &policy)
+        };
+        let mut places = [spot(0, Backend::Cpu, 0)];
+        let placements = place([of_before], &mut places, &mut KvLedger::new(99));
+        assert!(placements.is_empty());
+    }
+
+    #[test]
     fn a_row_whose_model_is_nowhere_does_not_hold_up_others() {
         let policy = Policy::any();
         let elsewhere = Waiting {
-            model: "other",
+            model: model("other", "1"),
             ..waiting(1, 1, &policy)
         };
         let placements = place(

@@ -315,6 +315,7 @@ impl Entry {
             worker: ready.map(|host| host.worker),
             limits: ModelLimits {
                 name: model.name.as_str().into(),
+                fingerprint: host.model.fingerprint().into(),
                 context_length: model.context_length,
                 vocab_size: model.vocab_size,
                 kv: model.kv.clone().unwrap_or_default(),

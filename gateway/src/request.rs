@@ -39,6 +39,8 @@ const LOGITS_MESSAGE_MARGIN_BYTES: usize = 4 * 1024 * 1024;
 pub struct ModelLimits {
     /// Name of the model.
     pub name: Arc<str>,
+    /// Digest of what the model is made of: a name may come to mean another one.
+    pub fingerprint: Arc<str>,
     /// Positions of a row at most.
     pub context_length: u32,
     /// Every token id lies below.
@@ -51,6 +53,15 @@ pub struct ModelLimits {
     pub backends: Vec<Backend>,
     /// Why other backends do not, for a message.
     pub missing: String,
+}
+
+/// A model as workers hold it: rows never go on with another one of the same name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ModelIdentity<'a> {
+    /// Name under which it is served.
+    pub name: &'a str,
+    /// Digest of its content, and of what was made of it when it was loaded.
+    pub fingerprint: &'a str,
 }
 
 /// How the answer leaves: token by token, or in one message.
@@ -123,6 +134,7 @@ pub struct Score {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Job {
     model: Arc<str>,
+    fingerprint: Arc<str>,
     prompt: Vec<u32>,
     capacity_tokens: u32,
     kv_bytes: u64,
@@ -242,6 +254,7 @@ impl Job {
         let capacity_tokens = count(&prompt).saturating_add(output_tokens);
         Self {
             model: Arc::clone(&model.name),
+            fingerprint: Arc::clone(&model.fingerprint),
             kv_bytes: worst_case_kv_bytes(&model.kv, capacity_tokens),
             prompt,
             capacity_tokens,
@@ -311,6 +324,15 @@ impl Job {
     #[must_use]
     pub fn model(&self) -> &str {
         &self.model
+    }
+
+    /// Returns which model it was made for, whatever its name comes to mean.
+    #[must_use]
+    pub fn identity(&self) -> ModelIdentity<'_> {
+        ModelIdentity {
+            name: &self.model,
+            fingerprint: &self.fingerprint,
+        }
     }
 
     /// Returns the prompt, never empty.

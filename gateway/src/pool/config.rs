@@ -62,7 +62,7 @@ pub const DEFAULT_SEGMENT_BYTES: u64 = 8 * 1024 * 1024;
 pub const DEFAULT_SHM_LIMIT_BYTES: u64 = 1024 * 1024 * 1024;
 
 /// A model and where it lies.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct ModelSource {
     /// Name under which it is served.
     pub name: String,
@@ -73,7 +73,7 @@ pub struct ModelSource {
 }
 
 /// What is made of a model's file when it is loaded, the same on every worker. The workers judge the values.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct LoadShape {
     /// Bits that float weights are quantised to.
     pub quantize_bits: Option<u32>,

@@ -3,6 +3,8 @@
 use velox_proto::worker::v1 as wire;
 use velox_proto::{WORKER_PROTOCOL, v1};
 
+use crate::request::ModelIdentity;
+
 /// Most layers of a model that is believed.
 const MAX_LAYERS: u32 = 4096;
 
@@ -253,6 +255,15 @@ impl ModelFacts {
     #[must_use]
     pub fn fingerprint(&self) -> &str {
         &self.wire.fingerprint
+    }
+
+    /// Returns what tells it from another model of the same name.
+    #[must_use]
+    pub fn identity(&self) -> ModelIdentity<'_> {
+        ModelIdentity {
+            name: self.name(),
+            fingerprint: self.fingerprint(),
+        }
     }
 
     /// Returns the digest of the tokenizer's description.

@@ -42,16 +42,16 @@ impl ModelList {
         self.lock().clone()
     }
 
-    /// Calls `declare` if every model of the list was tried. The list cannot change meanwhile, so a change
+    /// Calls `declare` if the models of the list were tried, and no others. The list cannot change meanwhile, so a change
     /// finds the worker either still loading (and it will look again) or ready.
-    pub(super) fn if_all_tried<T>(
+    pub(super) fn if_exactly_tried<T>(
         &self,
-        tried: &HashSet<String>,
+        tried: &HashSet<ModelSource>,
         declare: impl FnOnce() -> T,
     ) -> Option<T> {
         let sources = self.lock();
-        let all = sources.iter().all(|source| tried.contains(&source.name));
-        all.then(declare)
+        let all = sources.iter().all(|source| tried.contains(source));
+        (all && tried.len() == sources.len()).then(declare)
     }
 
     /// Takes a place in the queue of calls that change the list; kept to the end of the call.

@@ -2,7 +2,8 @@
 
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitStatus, Stdio};
+use std::process::{ChildStderr, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Longest time that the executable with MLX gets to load its libraries and look at its devices.
@@ -12,7 +13,10 @@ const CHECK_LIMIT: Duration = Duration::from_secs(20);
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Most bytes of its complaint that are kept.
-const MAX_REASON_BYTES: u64 = 2000;
+const MAX_REASON_BYTES: usize = 2000;
+
+/// Time that its last words have to arrive once it has ended.
+const LAST_WORDS_LIMIT: Duration = Duration::from_millis(200);
 
 /// An executable and what it must be told.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -60,6 +64,12 @@ fn check(program: &Path) -> Result<(), String> {
         .stderr(Stdio::piped())
         .spawn()
         .map_err(|error| format!("{name} does not start: {error}"))?;
+    let complaint = Arc::new(Mutex::new(Vec::new()));
+    let reader = child.stderr.take().map(|stderr| {
+        let complaint = Arc::clone(&complaint);
+        // Not joined: a process that it left behind could hold the pipe open for ever.
+        std::thread::spawn(move || keep_tail(stderr, &complaint))
+    });
     let started = Instant::now();
     let status = loop {
         match child.try_wait() {
@@ -76,14 +86,26 @@ fn check(program: &Path) -> Result<(), String> {
             }
         }
     };
-    let mut complaint = String::new();
-    if let Some(stderr) = child.stderr.take() {
-        let mut bytes = Vec::new();
-        // What cannot be read is not told; the status is.
-        let _ = stderr.take(MAX_REASON_BYTES).read_to_end(&mut bytes);
-        complaint.push_str(String::from_utf8_lossy(&bytes).trim());
+    let ended = Instant::now();
+    while reader.as_ref().is_some_and(|reader| !reader.is_finished())
+        && ended.elapsed() < LAST_WORDS_LIMIT
+    {
+        std::thread::sleep(POLL_INTERVAL);
     }
+    let complaint = complaint.lock().unwrap_or_else(PoisonError::into_inner);
+    let complaint = String::from_utf8_lossy(&complaint);
     verdict(&name, status, &complaint)
+}
+
+/// Reads to the end and keeps the last [`MAX_REASON_BYTES`]: the last line tells.
+fn keep_tail(mut stderr: ChildStderr, complaint: &Mutex<Vec<u8>>) {
+    let mut part = [0; 4096];
+    while let Ok(length @ 1..) = stderr.read(&mut part) {
+        let mut kept = complaint.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.extend_from_slice(&part[..length]);
+        let excess = kept.len().saturating_sub(MAX_REASON_BYTES);
+        kept.drain(..excess);
+    }
 }
 
 fn verdict(name: &str, status: ExitStatus, complaint: &str) -> Result<(), String> {

@@ -12,7 +12,7 @@ use velox_proto::worker::v1 as wire;
 
 use super::attest::Violation;
 use super::board::{LiveWorker, SentPlan};
-use super::config::Failures;
+use super::config::{Failures, ModelSource};
 use super::control::Control;
 use super::error::PoolError;
 use super::event::{LossCause, PoolEvent, SlotState, WorkerKey};
@@ -273,12 +273,24 @@ impl Handshake<'_> {
             commands: self.slot.commands.clone(),
             busy: Arc::default(),
         });
-        let mut models = Vec::new();
+        let mut models: Vec<Arc<ModelFacts>> = Vec::new();
         let mut failed = Vec::new();
-        let mut tried = HashSet::new();
+        let mut tried: HashSet<ModelSource> = HashSet::new();
         let plans = loop {
-            for source in self.shared.models.sources() {
-                if !tried.insert(source.name.clone()) {
+            let sources = self.shared.models.sources();
+            // The list may have changed meanwhile, and a name may mean another model now.
+            let gone: Vec<ModelSource> = tried
+                .extract_if(|source| !sources.contains(source))
+                .collect();
+            for source in gone {
+                failed.retain(|(name, _)| *name != source.name);
+                if models.iter().any(|model| model.name() == source.name) {
+                    self.unload(&live, &source.name).await?;
+                    models.retain(|model| model.name() != source.name);
+                }
+            }
+            for source in sources {
+                if !tried.insert(source.clone()) {
                     continue;
                 }
                 match self.load(&live, &source).await {
@@ -290,7 +302,7 @@ impl Handshake<'_> {
                 }
             }
             let declare = || self.slot.board.ready(Arc::clone(&live), &models);
-            if let Some(plans) = self.shared.models.if_all_tried(&tried, declare) {
+            if let Some(plans) = self.shared.models.if_exactly_tried(&tried, declare) {
                 break plans;
             }
         };
@@ -355,6 +367,13 @@ impl Handshake<'_> {
             }
             _ => Err(Violation::Unexpected("frame during the handshake").into()),
         }
+    }
+
+    async fn unload(&self, live: &LiveWorker, name: &str) -> Result<(), PoolError> {
+        let (call, limit) = ("UnloadModel", self.shared.config.timeouts.control);
+        tokio::time::timeout(limit, live.control.unload(name))
+            .await
+            .unwrap_or(Err(PoolError::Unanswered { call, limit }))
     }
 
     async fn load(

@@ -8,6 +8,7 @@ use super::*;
 fn model() -> ModelLimits {
     ModelLimits {
         name: "tiny".into(),
+        fingerprint: "".into(),
         context_length: 100,
         vocab_size: 50,
         kv: KvGeometry {

@@ -392,7 +392,7 @@ impl<W: Workers> Actor<W> {
             let rows = u32::try_from(worker.rows.len()).unwrap_or(u32::MAX);
             places.extend(worker.models.iter().map(|model| Place {
                 worker: key,
-                model: model.name(),
+                model: model.identity(),
                 backend: model.backend(),
                 rows,
                 max_rows: self.config.max_rows.min(model.max_rows()),
@@ -402,7 +402,7 @@ impl<W: Workers> Actor<W> {
             let row = self.rows.get(id)?;
             Some(Waiting {
                 id: row.id,
-                model: row.job.model(),
+                model: row.job.identity(),
                 kv_bytes: row.job.kv_bytes(),
                 policy: row.job.policy(),
                 ran_on: row.ran_on(),
@@ -427,7 +427,7 @@ impl<W: Workers> Actor<W> {
             return;
         };
         let fallback_reason = worker
-            .model(row.job.model())
+            .model(row.job.identity())
             .map(|model| worker.fallback_reason(row.job.policy(), model))
             .unwrap_or_default();
         self.last_wire_row += 1;
@@ -469,7 +469,7 @@ impl<W: Workers> Actor<W> {
                 continue;
             };
             let has_worker = self.workers.values().any(|worker| {
-                let model = worker.model(row.job.model());
+                let model = worker.model(row.job.identity());
                 worker.takes_plans
                     && model.is_some_and(|model| row.job.policy().rank(model.backend()).is_some())
             });

@@ -8,6 +8,7 @@ use velox_shm::Lease;
 use crate::planner::{ModelIndex, RowId, WorkerState};
 use crate::policy::{Policy, label};
 use crate::pool::{ModelFacts, WorkerFacts};
+use crate::request::ModelIdentity;
 
 /// A row in a plan that was sent.
 #[derive(Debug)]
@@ -71,8 +72,8 @@ impl Worker {
         self.sequence
     }
 
-    pub(super) fn model(&self, name: &str) -> Option<&Arc<ModelFacts>> {
-        self.models.iter().find(|model| model.name() == name)
+    pub(super) fn model(&self, wanted: ModelIdentity<'_>) -> Option<&Arc<ModelFacts>> {
+        self.models.iter().find(|model| model.identity() == wanted)
     }
 
     pub(super) fn forget(&mut self, row: RowId) {

@@ -124,6 +124,7 @@ pub fn load(
         let own = &mut source.spec.context_length;
         *own = limit.get().min(*own);
     }
+    let stored_types = source.tensor_types.clone();
     let mut quantised_to = None;
     if let Some(to) = options.quantise {
         let blame = Blame::of(path);
@@ -133,7 +134,7 @@ pub fn load(
     }
     let (offer, fallback_reason) = choose(options, &source.tensor_types)?;
     let opening = Opening {
-        tensor_types: &source.tensor_types.clone(),
+        stored_types: &stored_types,
         threads: options.threads,
         budget: PageBudget::new(options.cache_limit_bytes),
     };

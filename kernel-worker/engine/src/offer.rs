@@ -19,8 +19,8 @@ use crate::probe::{ProbeCase, ProbeOutcome, is_batch_invariant};
 /// What a backend is opened for.
 #[derive(Debug, Clone)]
 pub struct Opening<'a> {
-    /// Names of the block types of the model.
-    pub tensor_types: &'a [&'static str],
+    /// Names of the block types of the model as it was stored, before anything was made of it.
+    pub stored_types: &'a [&'static str],
     /// Compute threads, at least 1.
     pub threads: usize,
     /// What its caches may allocate.

@@ -340,6 +340,12 @@ fn a_row_that_is_no_number_fails_alone() {
     assert!(matches!(failure, EngineError::Numeric(_)), "{failure}");
     assert_eq!(tokens(&outcome.rows[1]), expected[..2]);
     assert_eq!(runner.open_rows(), 1);
+    // Whoever runs the engine closes what failed, between the two.
+    let close = StepPlan {
+        close_rows: vec![B],
+        ..StepPlan::default()
+    };
+    run(runner, close);
     // The next plan was already on its way: the lost row is an error in it, not of it.
     let in_flight = StepPlan {
         decode: vec![

@@ -43,6 +43,8 @@ pub struct MlxBackend<D> {
     positions: Option<(Vec<usize>, Tensor)>,
     /// What the pass at hand wrote to caches.
     appended: Vec<Tensor>,
+    /// Result of its last layer so far: nobody may ask for more of a chunk that only fills a cache.
+    last_hidden: Option<Tensor>,
 }
 
 type Recorded<D, T> = Result<Ran<D, T>, EngineError>;
@@ -53,16 +55,14 @@ impl<D: MlxDevice> MlxBackend<D> {
     ///
     /// # Errors
     /// [`EngineError::BackendUnavailable`] with the reason.
-    pub fn open(tensor_types: &[&str], budget: PageBudget) -> Result<Self, EngineError> {
+    pub fn open(stored_types: &[&str], budget: PageBudget) -> Result<Self, EngineError> {
         let stream = DeviceStream::open().map_err(|error| EngineError::BackendUnavailable {
             backend: D::LABEL.name(),
             reason: error.to_string(),
         })?;
-        let only_f32 = tensor_types.iter().all(|&name| name == "F32");
         let dtype = match D::HALF_PRECISION {
-            HalfPrecision::Fast if tensor_types.contains(&"BF16") => Dtype::Bf16,
-            HalfPrecision::Fast if !only_f32 => Dtype::F16,
-            HalfPrecision::Fast | HalfPrecision::Slow => Dtype::F32,
+            HalfPrecision::Fast => half_precision_for(stored_types),
+            HalfPrecision::Slow => Dtype::F32,
         };
         Ok(Self {
             stream,
@@ -71,6 +71,7 @@ impl<D: MlxDevice> MlxBackend<D> {
             rope: None,
             positions: None,
             appended: Vec::new(),
+            last_hidden: None,
         })
     }
 
@@ -122,6 +123,18 @@ impl<D: MlxDevice> MlxBackend<D> {
 
     fn read_rows(&self, logits: &Tensor) -> Result<LogitRows, EngineError> {
         Ok(LogitRows::new(logits.axis(1), self.read(logits)?))
+    }
+}
+
+/// The type that a model was made for: that of its numbers, or of the scales of its GGUF blocks, which are f16.
+fn half_precision_for(stored_types: &[&str]) -> Dtype {
+    let blocks = |name: &&str| name.starts_with('Q') || name.starts_with("IQ");
+    if stored_types.iter().any(blocks) || stored_types.contains(&"F16") {
+        Dtype::F16
+    } else if stored_types.contains(&"BF16") {
+        Dtype::Bf16
+    } else {
+        Dtype::F32
     }
 }
 
@@ -317,6 +330,10 @@ impl<D: MlxDevice> Backend for MlxBackend<D> {
     }
 
     fn embed(&mut self, table: &Weight, token_ids: &[u32]) -> Recorded<D, Tensor> {
+        // A pass that failed leaves what it wrote to caches that are gone.
+        self.appended.clear();
+        self.last_hidden = None;
+        self.positions = None;
         self.record(|| {
             let ids = Tensor::of_u32(token_ids, &[token_ids.len()])?;
             table.take(&ids)?.cast(self.dtype)
@@ -471,14 +488,37 @@ impl<D: MlxDevice> Backend for MlxBackend<D> {
             self.record(|| evaluate(appended.iter().chain([hidden])))?
                 .into_value();
             progress.layer_done();
+            self.last_hidden = None;
+        } else {
+            self.last_hidden = Some(hidden.clone());
         }
         Ok(())
     }
 
     fn synchronize(&mut self, progress: &dyn Progress) -> Result<(), EngineError> {
         let appended = std::mem::take(&mut self.appended);
-        self.record(|| evaluate(&appended))?.into_value();
+        let last = self.last_hidden.take();
+        self.record(|| evaluate(appended.iter().chain(&last)))?
+            .into_value();
         progress.layer_done();
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn activations_have_the_type_that_the_model_was_made_for() {
+        assert_eq!(half_precision_for(&["BF16"]), Dtype::Bf16);
+        assert_eq!(
+            half_precision_for(&["BF16", "MLX_AFFINE_4_G64"]),
+            Dtype::Bf16
+        );
+        // One tensor of another type does not round the scales of all others.
+        assert_eq!(half_precision_for(&["BF16", "F32", "Q6_K"]), Dtype::F16);
+        assert_eq!(half_precision_for(&["F16", "F32"]), Dtype::F16);
+        assert_eq!(half_precision_for(&["F32", "MLX_AFFINE_4_G64"]), Dtype::F32);
     }
 }

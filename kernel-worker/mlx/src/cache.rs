@@ -119,6 +119,8 @@ impl MlxCache {
                 None => Ok(more),
             }
         };
+        // Empty until everything is recorded.
+        layer.length = 0;
         let (old_keys, old_values) = layer.stored.take().unzip();
         let all_keys = grown(old_keys)?.with_slice(2, start, &keys.cast(dtype)?)?;
         let all_values = grown(old_values)?.with_slice(2, start, &values.cast(dtype)?)?;

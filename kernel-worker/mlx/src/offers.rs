@@ -31,7 +31,7 @@ impl<D: MlxDevice> OpenBackend for MlxOffer<D> {
     type Backend = MlxBackend<D>;
 
     fn open(&self, opening: &Opening<'_>) -> Result<MlxBackend<D>, EngineError> {
-        MlxBackend::open(opening.tensor_types, opening.budget.clone())
+        MlxBackend::open(opening.stored_types, opening.budget.clone())
     }
 
     fn kernel(&self) -> String {

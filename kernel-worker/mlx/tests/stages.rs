@@ -17,7 +17,7 @@ fn every_probe_comes_out_right() {
     let mut wrong = Vec::new();
     for offer in of_mlx {
         let opening = Opening {
-            tensor_types: &["F32"],
+            stored_types: &["F32"],
             threads: 1,
             budget: PageBudget::new(1 << 24),
         };

@@ -56,6 +56,7 @@ fn kv() -> v1::KvGeometry {
 fn limits() -> ModelLimits {
     ModelLimits {
         name: "m".into(),
+        fingerprint: "".into(),
         context_length: CONTEXT,
         vocab_size: VOCAB_SIZE,
         kv: kv(),

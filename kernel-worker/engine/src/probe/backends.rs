@@ -42,7 +42,7 @@ impl ProbedBackends {
         for offer in offers.iter() {
             let label = offer.label();
             let opening = Opening {
-                tensor_types: &["F32"],
+                stored_types: &["F32"],
                 threads,
                 budget: PageBudget::new(PROBE_CACHE_BYTES),
             };

@@ -61,7 +61,13 @@ impl<B: Backend> Engine<B> {
             .chain(plan.decode.iter().map(|decode| decode.row))
             .zip(0..)
             .collect();
-        let lost_before = std::mem::take(&mut self.lost);
+        // A plan that only closes says nothing of the one that was sent after the failure.
+        let works = plan.prefill.is_some() || !plan.decode.is_empty();
+        let lost_before = if works {
+            std::mem::take(&mut self.lost)
+        } else {
+            HashSet::new()
+        };
         for id in &plan.close_rows {
             self.rows.remove(id);
         }

@@ -6,7 +6,7 @@ use mlx_rs::{DeviceType, Stream, with_stream};
 use velox_kernels::label::BackendLabel;
 use velox_kernels::ran::{Device, Ran};
 
-use super::error::MlxError;
+use super::error::{MlxError, forget_failure};
 use super::library::Library;
 use super::tensor::{Dtype, Tensor, evaluate};
 
@@ -198,6 +198,7 @@ impl<D: MlxDevice> DeviceStream<D> {
     /// # Errors
     /// What the closure says.
     pub fn record<T, E>(&self, ops: impl FnOnce() -> Result<T, E>) -> Result<Ran<D, T>, E> {
+        forget_failure();
         with_stream(&self.stream, ops).map(|value| Ran::new(D::witness(), value))
     }
 }

@@ -42,6 +42,11 @@ pub(super) unsafe extern "C" fn keep_failure(text: *const c_char, _data: *mut c_
     LAST_FAILURE.with(|last| *last.borrow_mut() = Some(text));
 }
 
+/// Forgets what failed before, so that it is not taken for the cause of what fails now.
+pub(super) fn forget_failure() {
+    LAST_FAILURE.with(|last| *last.borrow_mut() = None);
+}
+
 /// Returns the failure that was just reported on this thread.
 pub(super) fn last_failure(fallback: &str) -> MlxError {
     let text = LAST_FAILURE.with(|last| last.borrow_mut().take());

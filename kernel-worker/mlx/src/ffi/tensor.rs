@@ -17,6 +17,8 @@ pub enum Dtype {
     Bf16,
     /// Packed weights, token ids.
     U32,
+    /// Positions.
+    I32,
 }
 
 impl Dtype {
@@ -24,7 +26,7 @@ impl Dtype {
     #[must_use]
     pub const fn bytes(self) -> usize {
         match self {
-            Self::F32 | Self::U32 => 4,
+            Self::F32 | Self::U32 | Self::I32 => 4,
             Self::F16 | Self::Bf16 => 2,
         }
     }
@@ -35,6 +37,7 @@ impl Dtype {
             Self::F16 => mlx_rs::Dtype::Float16,
             Self::Bf16 => mlx_rs::Dtype::Bfloat16,
             Self::U32 => mlx_rs::Dtype::Uint32,
+            Self::I32 => mlx_rs::Dtype::Int32,
         }
     }
 }
@@ -157,9 +160,10 @@ impl Tensor {
     /// [`MlxError::TooLarge`], or [`MlxError::Operation`] if the shape needs another number of bytes.
     pub fn of_bytes(dtype: Dtype, bytes: &[u8], shape: &[usize]) -> Result<Self, MlxError> {
         let axes = sizes(shape)?;
+        let element_bytes = dtype.bytes();
         let expected = shape
             .iter()
-            .try_fold(dtype.bytes(), |product, &size| product.checked_mul(size));
+            .try_fold(element_bytes, |product, &size| product.checked_mul(size));
         if expected != Some(bytes.len()) {
             return Err(MlxError::Operation(format!(
                 "{} bytes do not fill the shape {shape:?} of {dtype:?}",
@@ -168,7 +172,7 @@ impl Tensor {
         }
         // What lies in a mapped file need not be aligned, and MLX reads whole elements.
         let mut words = Vec::new();
-        let bytes = if bytes.as_ptr().align_offset(dtype.bytes()) == 0 {
+        let bytes = if bytes.as_ptr().align_offset(element_bytes) == 0 {
             bytes
         } else {
             words.resize(bytes.len().div_ceil(size_of::<u32>()), 0_u32);
@@ -179,6 +183,9 @@ impl Tensor {
         // SAFETY: the bytes are as many as the shape needs and aligned for their type, both checked above, and MLX
         // copies them during the call.
         let array = unsafe { Array::from_raw_data(bytes.as_ptr().cast(), &axes, dtype.of_mlx()) };
+        if array.as_ptr().ctx.is_null() {
+            return Err(last_failure("no memory for an array"));
+        }
         Ok(Self(array))
     }
 
@@ -451,16 +458,15 @@ pub fn window_mask(
     keys: std::ops::Range<usize>,
     window: usize,
 ) -> Result<Tensor, MlxError> {
-    let positions = |range: &std::ops::Range<usize>| -> Result<Vec<i32>, MlxError> {
-        range.clone().map(int).collect()
+    let positions = |range: std::ops::Range<usize>| -> Result<Tensor, MlxError> {
+        Tensor::of_positions(&range.collect::<Vec<usize>>())
     };
-    let queries_at = positions(&queries)?;
-    let keys_at = positions(&keys)?;
-    let rows = Array::from_slice(&queries_at, &[int(queries_at.len())?, 1]);
-    let columns = Array::from_slice(&keys_at, &[1, int(keys_at.len())?]);
-    let window = Array::from_int(int(window)?);
-    let seen = ops::le(&columns, &rows)?;
-    let near = ops::gt(&columns, ops::subtract(&rows, window)?)?;
+    let (n_queries, n_keys) = (queries.len(), keys.len());
+    let rows = positions(queries)?.reshape(&[n_queries, 1])?;
+    let columns = positions(keys)?.reshape(&[1, n_keys])?;
+    let window = Tensor::of_positions(&[window])?;
+    let seen = ops::le(&columns.0, &rows.0)?;
+    let near = ops::gt(&columns.0, ops::subtract(&rows.0, &window.0)?)?;
     Ok(Tensor(ops::logical_and(seen, near)?))
 }
 
