@@ -181,7 +181,7 @@ impl ValidRequest {
         let options = parts.generation.unwrap_or_default();
         let policy = available_policy(model, parts.policy)?;
         check_prompt(model, &prompt)?;
-        let truncated_tokens = fit(model, &mut prompt, truncation(&options)?)?;
+        let truncated_tokens = fit(model, &mut prompt, truncation(model, &options)?)?;
         let prompt_tokens = count(&prompt);
         let left = model.context_length.saturating_sub(prompt_tokens);
         let wanted = options.max_tokens.unwrap_or(DEFAULT_MAX_TOKENS);
@@ -439,36 +439,46 @@ fn check_prompt(model: &ModelLimits, prompt: &[u32]) -> Result<(), GatewayError>
 enum Truncation {
     /// It is refused.
     Refuse,
-    /// It loses tokens behind the first `sink_tokens`.
-    Cut { sink_tokens: u32 },
+    /// It loses tokens behind the first `sink_tokens`, so many that the answer gets its room.
+    Cut { sink_tokens: u32, room: u32 },
 }
 
-fn truncation(options: &v1::GenerationOptions) -> Result<Truncation, GatewayError> {
+fn truncation(
+    model: &ModelLimits,
+    options: &v1::GenerationOptions,
+) -> Result<Truncation, GatewayError> {
     match (options.truncate_prompt, options.truncation_sink_tokens) {
+        // Whoever lets the prompt be cut wants an answer; but not one that leaves nothing of it.
         (true, sink_tokens) => Ok(Truncation::Cut {
             sink_tokens: sink_tokens.unwrap_or_default(),
+            room: options
+                .max_tokens
+                .unwrap_or(DEFAULT_MAX_TOKENS)
+                .min(model.context_length / 2)
+                .max(1),
         }),
         (false, None) => Ok(Truncation::Refuse),
         (false, Some(_)) => Err(GatewayError::invalid(
             "generation.truncation_sink_tokens",
-            "needs truncate_prompt",
+            "truncation_sink_tokens needs truncate_prompt",
         )),
     }
 }
 
-/// Makes a prompt fit the context and leaves room for one token. Returns how many tokens it lost.
+/// Makes a prompt fit the context, which keeps room for one token at least. Returns how many tokens it lost.
 fn fit(
     model: &ModelLimits,
     prompt: &mut Vec<u32>,
     truncation: Truncation,
 ) -> Result<u32, GatewayError> {
     let limit = model.context_length.saturating_sub(1);
-    let excess = prompt.len().saturating_sub(index(limit));
-    if excess == 0 {
+    if prompt.len() <= index(limit) {
         return Ok(0);
     }
-    let sink_tokens = match truncation {
-        Truncation::Cut { sink_tokens } if limit > 0 => sink_tokens,
+    let (sink_tokens, kept) = match truncation {
+        Truncation::Cut { sink_tokens, room } if limit > 0 => {
+            (sink_tokens, model.context_length - room)
+        }
         Truncation::Cut { .. } | Truncation::Refuse => {
             return Err(GatewayError::PromptTooLong {
                 tokens: prompt.len(),
@@ -476,14 +486,15 @@ fn fit(
             });
         }
     };
-    if sink_tokens >= limit {
+    if sink_tokens >= kept {
         return Err(GatewayError::invalid(
             "generation.truncation_sink_tokens",
             format!(
-                "is {sink_tokens}, a prompt has room for {limit} tokens and must keep its last"
+                "truncation_sink_tokens is {sink_tokens}, the cut prompt has {kept} tokens and must keep its last"
             ),
         ));
     }
+    let excess = prompt.len() - index(kept);
     let sink = index(sink_tokens);
     prompt.drain(sink..sink + excess);
     Ok(u32::try_from(excess).unwrap_or(u32::MAX))

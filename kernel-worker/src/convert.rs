@@ -387,9 +387,10 @@ pub(crate) fn load_shape(
         usize::try_from(tokens)
             .ok()
             .and_then(NonZeroUsize::new)
+            .filter(|tokens| tokens.get() > 1)
             .ok_or_else(|| WorkerError::Invalid {
                 field: "max_context_tokens",
-                problem: format!("is {tokens}, it must be at least 1"),
+                problem: format!("is {tokens}, a prompt and its answer need at least 2"),
             })
     });
     Ok((quantise.transpose()?, max_context.transpose()?))

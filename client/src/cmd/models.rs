@@ -22,6 +22,10 @@ pub(crate) async fn run(
         ModelsCommand::Load { .. } => std::mem::take(&mut target.load),
         ModelsCommand::List | ModelsCommand::Unload { .. } => LoadShape::default(),
     };
+    anyhow::ensure!(
+        target.local || target.backend.is_none() || !matches!(command, ModelsCommand::Load { .. }),
+        "--backend is for a gateway that starts: its models all run on that one"
+    );
     let session = Session::open(&target, WhenNoneRuns::Fail, output).await?;
     match command {
         ModelsCommand::List => show(&list(&session).await?, output)?,

@@ -74,12 +74,26 @@ fn a_prompt_longer_than_the_context_is_refused_with_both_numbers() {
 fn truncation_happens_on_request_only_and_is_reported() {
     let parts = options(v1::GenerationOptions {
         truncate_prompt: true,
+        max_tokens: Some(7),
         ..v1::GenerationOptions::default()
     });
     let prompt: Vec<u32> = (0..130).map(|id| id % 50).collect();
     let request = generate(prompt.clone(), parts).unwrap();
-    assert_eq!(request.presentation.truncated_tokens, 31);
-    assert_eq!(request.job.prompt(), &prompt[31..]);
+    // The answer gets the room that it asks for,
+    assert_eq!(request.presentation.truncated_tokens, 37);
+    assert_eq!(request.job.prompt(), &prompt[37..]);
+    assert_eq!(work(&request).max_tokens, 7);
+    // at most half of the context.
+    let parts = options(v1::GenerationOptions {
+        truncate_prompt: true,
+        ..v1::GenerationOptions::default()
+    });
+    let request = generate(prompt.clone(), parts.clone()).unwrap();
+    assert_eq!(request.job.prompt(), &prompt[80..]);
+    assert_eq!(work(&request).max_tokens, 50);
+    // What fits is not cut to make room.
+    let request = generate(prompt[..99].to_vec(), parts).unwrap();
+    assert_eq!(request.presentation.truncated_tokens, 0);
     assert_eq!(work(&request).max_tokens, 1);
 }
 
@@ -89,6 +103,7 @@ fn the_first_tokens_of_a_truncated_prompt_may_stay() {
         let parts = options(v1::GenerationOptions {
             truncate_prompt,
             truncation_sink_tokens: Some(sink_tokens),
+            max_tokens: Some(1),
             ..v1::GenerationOptions::default()
         });
         generate((0..130).map(|id| id % 50).collect(), parts)
@@ -100,7 +115,7 @@ fn the_first_tokens_of_a_truncated_prompt_may_stay() {
     assert!(asked(true, 98).is_ok());
     let refused = asked(true, 99).unwrap_err().to_string();
     assert!(
-        refused.contains("is 99") && refused.contains("room for 99"),
+        refused.contains("is 99") && refused.contains("has 99 tokens"),
         "{refused}"
     );
     let refused = asked(false, 4).unwrap_err().to_string();
