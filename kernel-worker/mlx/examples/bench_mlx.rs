@@ -1,6 +1,6 @@
 //! Speed of the engine on a device of MLX, in this process.
 //!
-//! `bench MODEL [auto|metal|mlx-cuda|mlx-cpu|cpu|reference] [THREADS] [RUNS]`, as the bench of velox-engine.
+//! `bench_mlx MODEL [auto|metal|mlx-cuda|mlx-cpu|cpu|reference] [THREADS] [RUNS]`, as the bench of velox-engine.
 
 #[path = "../../engine/examples/bench/measure.rs"]
 mod measure;
@@ -16,7 +16,8 @@ use velox_mlx::offers;
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let argument = |place: usize| arguments.get(place).map(String::as_str);
-    let usage = "usage: bench MODEL [auto|metal|mlx-cuda|mlx-cpu|cpu|reference] [THREADS] [RUNS]";
+    let usage =
+        "usage: bench_mlx MODEL [auto|metal|mlx-cuda|mlx-cpu|cpu|reference] [THREADS] [RUNS]";
     let path = argument(0).ok_or(usage)?;
     let backend = match argument(1).unwrap_or("auto") {
         "auto" => None,
