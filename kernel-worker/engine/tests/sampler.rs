@@ -11,22 +11,6 @@ use velox_engine::backend::ScoreRequest;
 use velox_engine::error::EngineError;
 use velox_engine::sampler::{SampleRequest, SampleResult, SamplingParameters, sample, score};
 
-fn greedy() -> SamplingParameters {
-    SamplingParameters {
-        temperature: 0.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        seed: 0,
-        repetition_penalty: 1.0,
-        frequency_penalty: 0.0,
-        presence_penalty: 0.0,
-        penalty_window_tokens: 0,
-        bias: Vec::new(),
-        allowed: Vec::new(),
-    }
-}
-
 fn request<'a>(
     parameters: &'a SamplingParameters,
     history: &'a [u32],
@@ -119,7 +103,7 @@ fn draw_of(seed: u64, output_index: u64) -> (f64, f64) {
     let parameters = SamplingParameters {
         temperature: 1.0,
         seed,
-        ..greedy()
+        ..SamplingParameters::greedy()
     };
     let token = sample(&flat, &request(&parameters, &[], 0, output_index))
         .unwrap()
@@ -223,7 +207,7 @@ fn frequencies_follow_the_probabilities() {
     let parameters = SamplingParameters {
         temperature: 0.8,
         seed: 42,
-        ..greedy()
+        ..SamplingParameters::greedy()
     };
     let draws = 40_000_u64;
     let mut counts = [0_u32; 4];
@@ -245,23 +229,33 @@ fn frequencies_follow_the_probabilities() {
 #[test]
 fn ties_go_to_the_lowest_id() {
     let logits = [1.0_f32, 3.0, 3.0, 3.0, 2.0];
-    assert_eq!(choose(&logits, &greedy()).unwrap().token_id, 1);
+    assert_eq!(
+        choose(&logits, &SamplingParameters::greedy())
+            .unwrap()
+            .token_id,
+        1
+    );
     let biased = SamplingParameters {
         bias: vec![(4, 1.0), (0, 2.0)],
-        ..greedy()
+        ..SamplingParameters::greedy()
     };
     assert_eq!(choose(&logits, &biased).unwrap().token_id, 0);
     let first_of_ties = SamplingParameters {
         temperature: 1.0,
         top_k: 1,
-        ..greedy()
+        ..SamplingParameters::greedy()
     };
     assert_eq!(choose(&logits, &first_of_ties).unwrap().token_id, 1);
     let negative_zero = [-0.0_f32, 0.0];
-    assert_eq!(choose(&negative_zero, &greedy()).unwrap().token_id, 0);
+    assert_eq!(
+        choose(&negative_zero, &SamplingParameters::greedy())
+            .unwrap()
+            .token_id,
+        0
+    );
     let signed = SamplingParameters {
         bias: vec![(0, 0.0)],
-        ..greedy()
+        ..SamplingParameters::greedy()
     };
     assert_eq!(choose(&negative_zero, &signed).unwrap().token_id, 0);
 }
@@ -274,7 +268,7 @@ fn top_p_keeps_the_token_that_crosses() {
         let parameters = SamplingParameters {
             temperature: 1.0,
             top_p,
-            ..greedy()
+            ..SamplingParameters::greedy()
         };
         let mut seen: Vec<u32> = (0..500)
             .map(|index| {
@@ -297,12 +291,12 @@ fn a_filter_never_leaves_nothing() {
         top_k: 1,
         top_p: f32::MIN_POSITIVE,
         min_p: 1.0,
-        ..greedy()
+        ..SamplingParameters::greedy()
     };
     assert_eq!(choose(&logits, &narrow).unwrap().token_id, 0);
     let hot = SamplingParameters {
         temperature: f32::MAX,
-        ..greedy()
+        ..SamplingParameters::greedy()
     };
     for index in 0..200 {
         let token = sample(&logits, &request(&hot, &[], 0, index))
@@ -316,13 +310,13 @@ fn a_filter_never_leaves_nothing() {
 fn rows_that_are_no_numbers_are_errors() {
     let allowed_only_infinite = SamplingParameters {
         allowed: vec![1],
-        ..greedy()
+        ..SamplingParameters::greedy()
     };
     let cases: [(Vec<f32>, &SamplingParameters); 5] = [
-        (vec![0.0, f32::NAN, 1.0], &greedy()),
-        (vec![0.0, f32::INFINITY], &greedy()),
-        (vec![f32::NEG_INFINITY; 40], &greedy()),
-        (Vec::new(), &greedy()),
+        (vec![0.0, f32::NAN, 1.0], &SamplingParameters::greedy()),
+        (vec![0.0, f32::INFINITY], &SamplingParameters::greedy()),
+        (vec![f32::NEG_INFINITY; 40], &SamplingParameters::greedy()),
+        (Vec::new(), &SamplingParameters::greedy()),
         (vec![0.0, f32::NEG_INFINITY], &allowed_only_infinite),
     ];
     for (logits, parameters) in cases {
@@ -384,67 +378,67 @@ fn parameters_out_of_range_are_refused_by_name() {
             "temperature",
             SamplingParameters {
                 temperature: -0.1,
-                ..greedy()
+                ..SamplingParameters::greedy()
             },
         ),
         (
             "temperature",
             SamplingParameters {
                 temperature: f32::NAN,
-                ..greedy()
+                ..SamplingParameters::greedy()
             },
         ),
         (
             "top_p",
             SamplingParameters {
                 top_p: 0.0,
-                ..greedy()
+                ..SamplingParameters::greedy()
             },
         ),
         (
             "min_p",
             SamplingParameters {
                 min_p: 1.1,
-                ..greedy()
+                ..SamplingParameters::greedy()
             },
         ),
         (
             "repetition_penalty",
             SamplingParameters {
                 repetition_penalty: 0.0,
-                ..greedy()
+                ..SamplingParameters::greedy()
             },
         ),
         (
             "frequency_penalty",
             SamplingParameters {
                 frequency_penalty: f32::INFINITY,
-                ..greedy()
+                ..SamplingParameters::greedy()
             },
         ),
         (
             "bias",
             SamplingParameters {
                 bias: vec![(1, f32::NEG_INFINITY)],
-                ..greedy()
+                ..SamplingParameters::greedy()
             },
         ),
         (
             "token 10",
             SamplingParameters {
                 bias: vec![(10, 1.0)],
-                ..greedy()
+                ..SamplingParameters::greedy()
             },
         ),
         (
             "token 11",
             SamplingParameters {
                 allowed: vec![11],
-                ..greedy()
+                ..SamplingParameters::greedy()
             },
         ),
     ];
-    assert!(greedy().check(10).is_ok());
+    assert!(SamplingParameters::greedy().check(10).is_ok());
     for (name, parameters) in broken {
         let text = parameters.check(10).unwrap_err().to_string();
         assert!(text.contains(name), "{name}: {text}");

@@ -24,21 +24,14 @@ use crate::weights::Weight;
 /// the process must show that it is alive.
 const EVALUATE_BY_LAYER_TOKENS: usize = 64;
 
-/// Rotation with the factor on its result.
-#[derive(Debug)]
-struct Rope {
-    rotary: Rotary,
-    /// `[K]`, 1 where nothing is rotated; `None` if it is 1 everywhere.
-    factors: Option<Tensor>,
-}
-
 /// Runs every stage on one device of MLX.
 #[derive(Debug)]
 pub struct MlxBackend<D> {
     stream: DeviceStream<D>,
     dtype: Dtype,
     budget: PageBudget,
-    rope: Option<(RopeSpec, Option<Rope>)>,
+    /// The rotation, and the factor on what it rotates.
+    rope: Option<(Rotary, f32)>,
     /// Positions of the pass at hand: every layer asks for the same.
     positions: Option<(Vec<usize>, Tensor)>,
     /// What the pass at hand wrote to caches.
@@ -75,12 +68,6 @@ impl<D: MlxDevice> MlxBackend<D> {
         })
     }
 
-    /// Returns the type of activations and caches.
-    #[must_use]
-    pub fn dtype(&self) -> Dtype {
-        self.dtype
-    }
-
     fn record<T>(&self, ops: impl FnOnce() -> Result<T, MlxError>) -> Recorded<D, T> {
         self.stream.record(ops).map_err(failed::<D>)
     }
@@ -97,23 +84,6 @@ impl<D: MlxDevice> MlxBackend<D> {
             .into_value();
         self.positions = Some((positions.to_vec(), tensor.clone()));
         Ok(tensor)
-    }
-
-    /// Makes the rotation when the head's size is known.
-    fn rope_of(&mut self, shape: AttentionShape) -> Result<&Rope, EngineError> {
-        let dtype = self.dtype;
-        let Some((spec, made)) = &mut self.rope else {
-            return Err(EngineError::InvalidPlan(
-                "the rotary embedding was not prepared".to_owned(),
-            ));
-        };
-        if made.is_none() {
-            let stream = &self.stream;
-            let rope = stream.record(|| rope_of(spec, shape, dtype));
-            *made = Some(rope.map_err(failed::<D>)?.into_value());
-        }
-        made.as_ref()
-            .ok_or_else(|| EngineError::InvalidPlan("no rotary embedding".to_owned()))
     }
 
     fn read(&self, tensor: &Tensor) -> Result<Vec<f32>, EngineError> {
@@ -145,7 +115,7 @@ fn failed<D: MlxDevice>(error: MlxError) -> EngineError {
     }
 }
 
-fn rope_of(spec: &RopeSpec, shape: AttentionShape, dtype: Dtype) -> Result<Rope, MlxError> {
+fn rotary_of(spec: &RopeSpec) -> Result<Rotary, MlxError> {
     #[expect(
         clippy::cast_possible_truncation,
         reason = "rounded to f32 on purpose, as the device computes angles"
@@ -155,40 +125,35 @@ fn rope_of(spec: &RopeSpec, shape: AttentionShape, dtype: Dtype) -> Result<Rope,
         .iter()
         .map(|frequency| frequency.recip() as f32)
         .collect();
-    let dimensions = 2 * periods.len();
-    let pairing = match spec.pairing {
-        RopePairing::HalfSplit => Pairing::HalfSplit,
-        RopePairing::Interleaved => Pairing::Interleaved,
-    };
-    let factors = if spec.attention_factor == 1.0 {
-        None
-    } else {
-        let factors: Vec<f32> = (0..shape.head_dim)
-            .map(|element| {
-                if element < dimensions {
-                    spec.attention_factor
-                } else {
-                    1.0
-                }
-            })
-            .collect();
-        Some(Tensor::of_f32(&factors, &[shape.head_dim])?.cast(dtype)?)
-    };
-    Ok(Rope {
-        rotary: Rotary {
-            pairing,
-            dimensions,
-            periods: Tensor::of_f32(&periods, &[periods.len()])?,
+    Ok(Rotary {
+        pairing: match spec.pairing {
+            RopePairing::HalfSplit => Pairing::HalfSplit,
+            RopePairing::Interleaved => Pairing::Interleaved,
         },
-        factors,
+        dimensions: 2 * periods.len(),
+        periods: Tensor::of_f32(&periods, &[periods.len()])?,
     })
+}
+
+/// `[K]`: the factor where a head is rotated, else 1.
+fn factors_of(rotary: &Rotary, factor: f32, head_dim: usize) -> Result<Tensor, MlxError> {
+    let factors: Vec<f32> = (0..head_dim)
+        .map(|element| {
+            if element < rotary.dimensions {
+                factor
+            } else {
+                1.0
+            }
+        })
+        .collect();
+    Tensor::of_f32(&factors, &[head_dim])
 }
 
 /// `[T, heads * K]` rotated by the positions `[T]`, after an optional norm of every head.
 fn rotated(
     input: &Tensor,
     norm: Option<&Norm<Tensor>>,
-    rope: &Rope,
+    (rotary, factor): (&Rotary, f32),
     positions: &Tensor,
     head_dim: usize,
 ) -> Result<Tensor, MlxError> {
@@ -197,11 +162,11 @@ fn rotated(
     if let Some(norm) = norm {
         heads = heads.rms_norm(&norm.weight, norm.epsilon)?;
     }
-    if rope.rotary.dimensions > 0 {
-        heads = heads.rope(&rope.rotary, positions)?;
+    if rotary.dimensions > 0 {
+        heads = heads.rope(rotary, positions)?;
     }
-    if let Some(factors) = &rope.factors {
-        heads = heads.mul(factors)?;
+    if factor != 1.0 {
+        heads = heads.mul(&factors_of(rotary, factor, head_dim)?.cast_like(&heads)?)?;
     }
     heads.reshape(&[tokens, width])
 }
@@ -287,7 +252,8 @@ impl<D: MlxDevice> Backend for MlxBackend<D> {
     }
 
     fn prepare_rope(&mut self, rope: &RopeSpec, _context_length: usize) -> Result<(), EngineError> {
-        self.rope = Some((rope.clone(), None));
+        let rotary = self.record(|| rotary_of(rope))?.into_value();
+        self.rope = Some((rotary, rope.attention_factor));
         Ok(())
     }
 
@@ -365,10 +331,12 @@ impl<D: MlxDevice> Backend for MlxBackend<D> {
         shape: AttentionShape,
     ) -> Recorded<D, Qkv<Tensor>> {
         let at = self.positions(positions)?;
-        self.rope_of(shape)?;
-        let Some((_, Some(rope))) = &self.rope else {
-            return Err(EngineError::InvalidPlan("no rotary embedding".to_owned()));
+        let Some((rotary, factor)) = &self.rope else {
+            return Err(EngineError::InvalidPlan(
+                "the rotary embedding was not prepared".to_owned(),
+            ));
         };
+        let rope = (rotary, *factor);
         self.record(|| {
             let (q_norm, k_norm) = norms.map(|norms| (&norms.q_norm, &norms.k_norm)).unzip();
             Ok(Qkv {

@@ -8,25 +8,25 @@
 mod groups;
 
 use half::f16;
+use velox_kernels::affine::{AffineLayout, AffineMatrix};
 use velox_kernels::block::BlockType;
+use velox_kernels::buffer::ByteSource;
 use velox_kernels::error::OpError;
 use velox_kernels::matrix::Matrix;
 use velox_kernels::reference;
 
 /// Elements of a group.
-pub const GROUP: usize = 32;
+const GROUP: usize = 32;
 
-/// A matrix as MLX's affine mode reads it.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Transcoded {
-    /// Bits of an element: 4, 5 or 8.
-    pub bits: usize,
+/// Groups of a matrix as they are packed one by one.
+struct Packing {
+    bits: usize,
     /// `[rows, columns * bits / 32]`.
-    pub packed: Vec<u32>,
+    packed: Vec<u32>,
     /// `[rows, columns / 32]`.
-    pub scales: Vec<f32>,
+    scales: Vec<f32>,
     /// `[rows, columns / 32]`.
-    pub biases: Vec<f32>,
+    biases: Vec<f32>,
 }
 
 /// One group before it is packed.
@@ -38,8 +38,7 @@ struct Group {
 }
 
 /// Returns the bits that a type's elements get, or `None` if it is not quantised.
-#[must_use]
-pub fn bits_of(block_type: BlockType) -> Option<usize> {
+fn bits_of(block_type: BlockType) -> Option<usize> {
     match block_type {
         BlockType::F32 | BlockType::F16 | BlockType::Bf16 => None,
         BlockType::Q4_0 | BlockType::Q4_1 | BlockType::Q4K => Some(4),
@@ -53,16 +52,16 @@ pub fn bits_of(block_type: BlockType) -> Option<usize> {
     }
 }
 
-/// Rearranges a quantised matrix; `None` if it is not quantised.
+/// Rearranges a quantised matrix in groups of 32, with f32 scales; `None` if it is not quantised.
 ///
 /// # Errors
 /// [`OpError`] if a row cannot be decoded, which a [`Matrix`] rules out.
-pub fn affine(matrix: &Matrix) -> Result<Option<Transcoded>, OpError> {
+pub fn affine(matrix: &Matrix) -> Result<Option<AffineMatrix>, OpError> {
     let Some(bits) = bits_of(matrix.block_type()) else {
         return Ok(None);
     };
     let groups = matrix.rows() * matrix.columns() / GROUP;
-    let mut out = Transcoded {
+    let mut out = Packing {
         bits,
         packed: Vec::with_capacity(groups * bits),
         scales: Vec::with_capacity(groups),
@@ -92,10 +91,20 @@ pub fn affine(matrix: &Matrix) -> Result<Option<Transcoded>, OpError> {
             }
         }
     }
-    Ok(Some(out))
+    Ok(Some(out.finish(matrix.rows(), matrix.columns())))
 }
 
-impl Transcoded {
+impl Packing {
+    fn finish(self, rows: usize, columns: usize) -> AffineMatrix {
+        let layout = AffineLayout::new(self.bits, GROUP).expect("MLX has 4, 5 and 8 bits");
+        let floats = |values: &[f32]| {
+            Matrix::from_f32(rows, columns / GROUP, values).expect("one of each per group")
+        };
+        let packed = ByteSource::copy_of(bytemuck::cast_slice(&self.packed));
+        AffineMatrix::new(layout, packed, floats(&self.scales), floats(&self.biases))
+            .expect("every group was packed")
+    }
+
     fn extend<const BYTES: usize, const GROUPS: usize>(
         &mut self,
         bytes: &[u8],

@@ -5,7 +5,7 @@ use velox_kernels::block::BlockType;
 use velox_kernels::matrix::Matrix;
 
 use crate::ffi::{Affine, Dtype, MlxError, Tensor, evaluate};
-use crate::transcode::{self, GROUP};
+use crate::transcode;
 
 /// A matrix `[out, in]` as MLX multiplies it.
 #[derive(Debug)]
@@ -44,26 +44,14 @@ impl Weight {
     }
 
     fn of_blocks(matrix: &Matrix, dtype: Dtype) -> Result<Self, MlxError> {
-        let (rows, columns) = (matrix.rows(), matrix.columns());
         let affine =
             transcode::affine(matrix).map_err(|error| MlxError::Operation(error.to_string()))?;
-        let Some(affine) = affine else {
-            let numbers = floats(matrix)?.cast(dtype)?;
-            evaluate([&numbers])?;
-            return Ok(Self::Dense(numbers));
-        };
-        let groups = [rows, columns / GROUP];
-        let packed = Tensor::of_u32(&affine.packed, &[rows, columns * affine.bits / 32])?;
-        let scales = Tensor::of_f32(&affine.scales, &groups)?.cast(dtype)?;
-        let biases = Tensor::of_f32(&affine.biases, &groups)?.cast(dtype)?;
-        evaluate([&packed, &scales, &biases])?;
-        Ok(Self::Affine(Affine {
-            packed,
-            scales,
-            biases,
-            group: GROUP,
-            bits: affine.bits,
-        }))
+        if let Some(affine) = affine {
+            return Self::of_affine(&affine, dtype);
+        }
+        let numbers = floats(matrix)?.cast(dtype)?;
+        evaluate([&numbers])?;
+        Ok(Self::Dense(numbers))
     }
 
     /// `[T, in]` to `[T, out]`.

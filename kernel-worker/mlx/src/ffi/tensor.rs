@@ -221,6 +221,14 @@ impl Tensor {
         Ok(Self(self.0.as_dtype(dtype.of_mlx())?))
     }
 
+    /// Converts elements to the type of another array.
+    ///
+    /// # Errors
+    /// As MLX says.
+    pub fn cast_like(&self, other: &Self) -> Result<Self, MlxError> {
+        Ok(Self(self.0.as_dtype(other.0.dtype())?))
+    }
+
     /// Evaluates and copies out; elements must be f32.
     ///
     /// # Errors

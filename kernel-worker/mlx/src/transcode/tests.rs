@@ -1,32 +1,31 @@
 use proptest::prelude::*;
-use velox_kernels::buffer::ByteSource;
 
 use super::*;
 
 /// Unpacks as MLX documents its layout, written apart from the packing.
-fn unpack(affine: &Transcoded, columns: usize) -> Vec<f32> {
-    let bytes: Vec<u8> = affine
-        .packed
-        .iter()
-        .flat_map(|word| word.to_le_bytes())
-        .collect();
-    let row_bytes = columns * affine.bits / 8;
+fn unpack(affine: &AffineMatrix, columns: usize) -> Vec<f32> {
+    let bits = affine.layout().bits();
+    let (scales, biases) = (floats(affine.scales()), floats(affine.biases()));
     let mut values = Vec::new();
-    for row in bytes.chunks(row_bytes) {
+    for row in affine.packed().chunks(columns * bits / 8) {
         for column in 0..columns {
-            let q: u32 = (0..affine.bits)
+            let q: u32 = (0..bits)
                 .map(|bit| {
-                    let at = column * affine.bits + bit;
+                    let at = column * bits + bit;
                     u32::from(row[at / 8] >> (at % 8) & 1) << bit
                 })
                 .sum();
             let group = values.len() / GROUP;
             #[expect(clippy::cast_precision_loss, reason = "at most 8 bits")]
             let q = q as f32;
-            values.push(affine.scales[group] * q + affine.biases[group]);
+            values.push(scales[group] * q + biases[group]);
         }
     }
     values
+}
+
+fn floats(matrix: &Matrix) -> &[f32] {
+    bytemuck::cast_slice(matrix.bytes())
 }
 
 fn reference_values(matrix: &Matrix) -> Vec<f32> {
@@ -73,10 +72,10 @@ proptest! {
                 prop_assert!(bits_of(block_type).is_none());
                 continue;
             };
-            prop_assert_eq!(affine.packed.len(), rows * columns * affine.bits / 32);
+            prop_assert_eq!(affine.packed().len(), rows * columns * affine.layout().bits() / 8);
             let expected = reference_values(&matrix);
             for (group, (got, want)) in unpack(&affine, columns).chunks(GROUP).zip(expected.chunks(GROUP)).enumerate() {
-                let spread = 255.0 * affine.scales[group].abs();
+                let spread = 255.0 * floats(affine.scales())[group].abs();
                 let tolerance = match block_type {
                     // Half a step of the rounding, and the additions' own.
                     BlockType::Q2K | BlockType::Q3K | BlockType::Q6K => spread * 0.502 / 255.0 + 1e-6,
