@@ -83,10 +83,15 @@ pub fn run(threads: NonZeroUsize, offers: Offers) -> ProbeReport {
 /// Why a backend cannot be used: a stage that no type passes. Empty if every stage has one.
 fn withdrawn(ops: &[v1::OpCapability], label: BackendLabel) -> String {
     let wire = i32::from(wire_backend(label));
+    // A stage without a case is another backend's.
     let mut of_stage = velox_engine::backend::Stage::ALL.iter().map(|&stage| {
         let name = op_of(stage).name();
-        let mut cases = ops.iter().filter(|op| op.backend == wire && op.op == name);
-        (name, cases.any(|case| case.available))
+        let mut cases = ops
+            .iter()
+            .filter(|op| op.backend == wire && op.op == name)
+            .peekable();
+        let passed = cases.peek().is_none() || cases.any(|case| case.available);
+        (name, passed)
     });
     of_stage
         .find(|&(_, passed)| !passed)

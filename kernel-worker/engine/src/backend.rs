@@ -210,6 +210,8 @@ pub type RowSamples = Vec<Result<SampleResult, EngineError>>;
 pub trait Backend {
     /// Witness type of the device.
     type Device: Device;
+    /// Witness type of where tokens are chosen: a device may leave that to plain code.
+    type Sampler: Device;
     /// A stored matrix in the backend's layout.
     type Matrix: Debug;
     /// A small f32 vector.
@@ -352,8 +354,7 @@ pub trait Backend {
         head: &Self::Matrix,
     ) -> Result<Ran<Self::Device, Self::Logits>, EngineError>;
 
-    /// Chooses a token per request from its row of logits. A backend that reads them with [`crate::sampler`] derives
-    /// the label of the choice from theirs.
+    /// Chooses a token per request from its row of logits.
     ///
     /// # Errors
     /// As the device says.
@@ -361,7 +362,7 @@ pub trait Backend {
         &mut self,
         logits: &Ran<Self::Device, Self::Logits>,
         requests: &mut [SampleRequest<'_>],
-    ) -> Result<Ran<Self::Device, RowSamples>, EngineError>;
+    ) -> Result<Ran<Self::Sampler, RowSamples>, EngineError>;
 
     /// Log-probabilities from the raw logits.
     ///

@@ -173,7 +173,7 @@ pub struct StepOutcome {
     pub rows: Vec<RowOutcome>,
     /// Weakest label from embedding to logits; the backend's own if no pass ran.
     pub label: BackendLabel,
-    /// Label of the sampler; the backend's own if nothing was sampled.
+    /// Label of the sampler; that of its backend if nothing was sampled.
     pub sampler: BackendLabel,
     /// Stages executed.
     pub stages: StageCounts,

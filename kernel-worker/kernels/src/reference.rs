@@ -27,7 +27,7 @@ pub use rope::rope;
 pub use softmax::softmax;
 
 use crate::label::BackendLabel;
-use crate::ran::Device;
+use crate::ran::{Device, Ran};
 
 /// Witness that the oracle evaluated; only ops of this module make it.
 ///
@@ -39,6 +39,11 @@ pub struct ReferenceDevice(());
 
 impl Device for ReferenceDevice {
     const LABEL: BackendLabel = BackendLabel::Reference;
+}
+
+/// Runs plain code on the processor and labels what it gives: for work that no device did, whatever its input came from.
+pub fn by_plain_code<T>(compute: impl FnOnce() -> T) -> Ran<ReferenceDevice, T> {
+    Ran::new(ReferenceDevice(()), compute())
 }
 
 /// Partial sums of a sum of products: element `i` is added to lane `i % LANES`.

@@ -11,6 +11,7 @@ use velox_engine::spec::{RopePairing, RopeSpec};
 use velox_engine::step::Progress;
 use velox_kernels::affine::StoredMatrix;
 use velox_kernels::ran::Ran;
+use velox_kernels::reference::{ReferenceDevice, by_plain_code};
 use velox_kvcache::{KvGeometry, KvMethod, KvShape, PageBudget};
 
 use crate::cache::{GROWTH_TOKENS, MlxCache};
@@ -231,6 +232,7 @@ fn attend_row(
 
 impl<D: MlxDevice> Backend for MlxBackend<D> {
     type Device = D;
+    type Sampler = ReferenceDevice;
     type Matrix = Weight;
     type Vector = Tensor;
     type Activation = Tensor;
@@ -429,9 +431,9 @@ impl<D: MlxDevice> Backend for MlxBackend<D> {
         &mut self,
         logits: &Ran<D, Tensor>,
         requests: &mut [SampleRequest<'_>],
-    ) -> Recorded<D, RowSamples> {
+    ) -> Result<Ran<ReferenceDevice, RowSamples>, EngineError> {
         let rows = self.read_rows(logits.value())?;
-        Ok(logits.as_ref().map(|_| rows.sample(requests)))
+        Ok(by_plain_code(|| rows.sample(requests)))
     }
 
     fn score(

@@ -138,6 +138,7 @@ fn append<'s>(
 
 impl Backend for CpuBackend {
     type Device = CpuDevice;
+    type Sampler = CpuDevice;
     type Matrix = Matrix;
     type Vector = Vec<f32>;
     type Activation = Vec<f32>;

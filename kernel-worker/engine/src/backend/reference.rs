@@ -102,6 +102,7 @@ fn attend_row(
 
 impl Backend for ReferenceBackend {
     type Device = ReferenceDevice;
+    type Sampler = ReferenceDevice;
     type Matrix = Matrix;
     type Vector = Vec<f32>;
     type Activation = Vec<f32>;

@@ -47,6 +47,7 @@ type Values = Vec<f32>;
 
 impl Backend for Crooked {
     type Device = ReferenceDevice;
+    type Sampler = ReferenceDevice;
     type Matrix = Matrix;
     type Vector = Values;
     type Activation = Values;

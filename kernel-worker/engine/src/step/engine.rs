@@ -132,7 +132,7 @@ impl<B: Backend> Engine<B> {
         Ok(StepOutcome {
             rows: outcomes,
             label: evidence.label.unwrap_or(B::Device::LABEL),
-            sampler: evidence.sampler.unwrap_or(B::Device::LABEL),
+            sampler: evidence.sampler.unwrap_or(B::Sampler::LABEL),
             stages: evidence.stages,
         })
     }
