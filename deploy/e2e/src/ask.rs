@@ -38,6 +38,14 @@ pub fn generate(text: &str, max_tokens: u32) -> GenerateRequest {
     with_prompt(Prompt::Text(text.to_owned()), max_tokens)
 }
 
+/// Makes a continuation of text by so many tokens, whatever they are.
+#[must_use]
+pub fn exactly(text: &str, tokens: u32) -> GenerateRequest {
+    let mut request = generate(text, tokens);
+    request.generation.get_or_insert_default().ignore_eos = true;
+    request
+}
+
 /// Makes a continuation of tokens with token ids in the events.
 #[must_use]
 pub fn generate_ids(ids: Vec<u32>, max_tokens: u32) -> GenerateRequest {

@@ -5,8 +5,8 @@ use rustix::process::Signal;
 use tokio::task::JoinSet;
 use velox_client::Client;
 use velox_e2e::ask::{
-    Whole, chat, first_token, generate, generate_ids, options, refused_for, seeded, still_works,
-    streamed, whole,
+    Whole, chat, exactly, first_token, generate, generate_ids, options, refused_for, seeded,
+    still_works, streamed, whole,
 };
 use velox_e2e::copying::{POISON_TOKEN, bytes};
 use velox_e2e::gateway::{Gateway, Plan};
@@ -27,11 +27,7 @@ const TOKENS: u32 = 32;
 fn request(text: &str, sampling: Option<SamplingOptions>) -> GenerateRequest {
     GenerateRequest {
         sampling,
-        generation: Some(GenerationOptions {
-            ignore_eos: true,
-            ..options(TOKENS)
-        }),
-        ..generate(text, TOKENS)
+        ..exactly(text, TOKENS)
     }
 }
 

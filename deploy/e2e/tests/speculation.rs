@@ -2,7 +2,7 @@
 
 use rustix::process::Signal;
 use velox_client::Client;
-use velox_e2e::ask::{Whole, first_token, generate, options, seeded, streamed, whole};
+use velox_e2e::ask::{Whole, exactly, first_token, generate, seeded, streamed, whole};
 use velox_e2e::gateway::{Gateway, Plan};
 use velox_e2e::process::signal;
 use velox_e2e::programs::real_model;
@@ -20,11 +20,7 @@ const LITANY: &str = "one two three four five six seven eight nine ten, \
 fn request(text: &str, sampling: Option<SamplingOptions>) -> GenerateRequest {
     GenerateRequest {
         sampling,
-        generation: Some(GenerationOptions {
-            ignore_eos: true,
-            ..options(TOKENS)
-        }),
-        ..generate(text, TOKENS)
+        ..exactly(text, TOKENS)
     }
 }
 
