@@ -10,8 +10,6 @@ use crate::block::BlockType;
 use crate::buffer::ByteSource;
 use crate::matrix::{Matrix, MatrixError};
 
-pub use self::convert::NoRoom;
-
 /// Elements whose bits fill whole words; every group is a multiple of it.
 const RUN: usize = 32;
 

@@ -1,7 +1,10 @@
 //! A stored matrix of any block type.
 
 use crate::block::BlockType;
-use crate::buffer::ByteSource;
+use crate::buffer::{AlignedBytes, ByteSource};
+
+/// Rows that are worth a thread of their own.
+const MIN_ROWS_PER_THREAD: usize = 64;
 
 /// Why bytes are no matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -39,6 +42,23 @@ pub enum MatrixError {
         /// Rows and columns of the biases.
         biases: [usize; 2],
     },
+}
+
+/// A matrix that is to be made finds no room.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("no memory for a matrix of {bytes} bytes")]
+pub struct NoRoom {
+    /// Bytes that it needs.
+    pub bytes: usize,
+}
+
+/// Why [`Matrix::written`] gave none.
+#[derive(Debug, PartialEq, Eq)]
+pub enum NotWritten<E> {
+    /// The allocator refused, or the size overflows.
+    NoRoom(NoRoom),
+    /// What the writer says.
+    Rows(E),
 }
 
 /// `[rows, columns]`, row major, each row a whole number of blocks. Cloning shares the bytes.
@@ -94,6 +114,45 @@ impl Matrix {
             rows,
             columns,
             ByteSource::copy_of(bytemuck::cast_slice(values)),
+        )
+    }
+
+    /// Makes a matrix on up to `threads` threads. `write` is given the number of a row and the bytes of it and some rows
+    /// behind it. `columns` are a whole number of blocks.
+    ///
+    /// # Errors
+    /// [`NotWritten`] by what failed.
+    ///
+    /// # Panics
+    /// If `columns` are no whole number of blocks, or `write` panics.
+    pub fn written<E: Send>(
+        block_type: BlockType,
+        (rows, columns): (usize, usize),
+        threads: usize,
+        write: impl Fn(usize, &mut [u8]) -> Result<(), E> + Sync,
+    ) -> Result<Self, NotWritten<E>> {
+        let row_bytes = block_type.row_bytes(columns).unwrap_or(usize::MAX);
+        let length = row_bytes.saturating_mul(rows);
+        let mut bytes = AlignedBytes::zeroed(length)
+            .map_err(|_refused| NotWritten::NoRoom(NoRoom { bytes: length }))?;
+        let rows_per_thread = rows.div_ceil(threads.max(1)).max(MIN_ROWS_PER_THREAD);
+        let write = &write;
+        std::thread::scope(|scope| {
+            let parts: Vec<_> = bytes
+                .as_elements_mut::<u8>()
+                .chunks_mut((rows_per_thread * row_bytes).max(1))
+                .enumerate()
+                .map(|(part, out)| scope.spawn(move || write(part * rows_per_thread, out)))
+                .collect();
+            parts.into_iter().try_for_each(|part| {
+                part.join()
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            })
+        })
+        .map_err(NotWritten::Rows)?;
+        Ok(
+            Self::new(block_type, rows, columns, ByteSource::from(bytes))
+                .expect("the bytes were counted by the same shape"),
         )
     }
 

@@ -4,9 +4,8 @@ use std::collections::BTreeSet;
 
 use velox_kernels::affine::StoredMatrix;
 use velox_kernels::block::BlockType;
-use velox_kernels::buffer::{AlignedBytes, ByteSource};
 use velox_kernels::error::OpError;
-use velox_kernels::matrix::Matrix;
+use velox_kernels::matrix::{Matrix, NotWritten};
 use velox_kernels::reference::{dequantise_row, quantise_row};
 
 use super::ModelSource;
@@ -15,9 +14,6 @@ use super::fingerprint::Fingerprint;
 use crate::error::EngineError;
 use crate::load::LoadProgress;
 use crate::spec::{LayerTensors, ModelTensors};
-
-/// Rows that are worth a thread of their own.
-const MIN_ROWS_PER_THREAD: usize = 64;
 
 /// What float matrices are turned into.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -133,32 +129,16 @@ fn quantised(matrix: &Matrix, to: Quantisation, threads: usize) -> Result<Option
         matrix.block_type(),
         BlockType::F32 | BlockType::F16 | BlockType::Bf16
     );
-    let Some(row_bytes) = to.block_type().row_bytes(columns).filter(|_| is_float) else {
+    if !is_float || to.block_type().row_bytes(columns).is_none() {
         return Ok(None);
-    };
-    // Blocks of a matrix that is in memory are smaller than it, so the product fits.
-    let length = rows * row_bytes;
-    let mut bytes = AlignedBytes::zeroed(length).map_err(|_refused| Refusal::Memory(length))?;
-    let rows_per_thread = rows.div_ceil(threads.max(1)).max(MIN_ROWS_PER_THREAD);
-    let out = bytes.as_elements_mut::<u8>();
-    std::thread::scope(|scope| {
-        let parts: Vec<_> = out
-            .chunks_mut((rows_per_thread * row_bytes).max(1))
-            .enumerate()
-            .map(|(part, out)| {
-                let first = part * rows_per_thread;
-                scope.spawn(move || quantise_rows(matrix, to, first, out))
-            })
-            .collect();
-        parts.into_iter().try_for_each(|part| {
-            part.join()
-                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    }
+    let write = |first: usize, out: &mut [u8]| quantise_rows(matrix, to, first, out);
+    Matrix::written(to.block_type(), (rows, columns), threads, write)
+        .map(Some)
+        .map_err(|refused| match refused {
+            NotWritten::NoRoom(no_room) => Refusal::Memory(no_room.bytes),
+            NotWritten::Rows(error) => Refusal::Values(error),
         })
-    })
-    .map_err(Refusal::Values)?;
-    let blocks = Matrix::new(to.block_type(), rows, columns, ByteSource::from(bytes))
-        .expect("the bytes were counted by the same shape");
-    Ok(Some(blocks))
 }
 
 /// Quantises the rows from `first` on that `out` has room for.

@@ -1,23 +1,13 @@
 //! Affine groups as blocks, for kernels that know no others.
 
+use std::convert::Infallible;
+
 use half::f16;
 
 use super::{AffineLayout, AffineMatrix, RUN};
 use crate::block::BlockType;
-use crate::buffer::{AlignedBytes, ByteSource};
-use crate::matrix::Matrix;
+use crate::matrix::{Matrix, NoRoom, NotWritten};
 use crate::reference::dequantise;
-
-/// Rows that are worth a thread of their own.
-const MIN_ROWS_PER_THREAD: usize = 64;
-
-/// The converted matrix finds no room.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("no memory for a matrix of {bytes} bytes")]
-pub struct NoRoom {
-    /// Bytes that it needs.
-    pub bytes: usize,
-}
 
 impl AffineMatrix {
     /// Returns the same weights as blocks, made on up to `threads` threads.
@@ -29,28 +19,19 @@ impl AffineMatrix {
     /// [`NoRoom`] if the allocator refuses.
     pub fn to_blocks(&self, threads: usize) -> Result<Matrix, NoRoom> {
         let target = self.block_type();
-        let (rows, columns) = (self.rows(), self.columns());
-        let row_bytes = target.row_bytes(columns).unwrap_or(usize::MAX);
-        let length = row_bytes.saturating_mul(rows);
-        let mut bytes =
-            AlignedBytes::zeroed(length).map_err(|_refused| NoRoom { bytes: length })?;
-        let rows_per_thread = rows.div_ceil(threads.max(1)).max(MIN_ROWS_PER_THREAD);
-        let parts = bytes
-            .as_elements_mut::<u8>()
-            .chunks_mut((rows_per_thread * row_bytes).max(1))
-            .enumerate();
-        std::thread::scope(|scope| {
-            for (part, out) in parts {
-                scope.spawn(move || {
-                    let rows = part * rows_per_thread..;
-                    for (row, out) in rows.zip(out.chunks_exact_mut(row_bytes.max(1))) {
-                        self.convert_row(row, target, out);
-                    }
-                });
+        let row_bytes = target.row_bytes(self.columns()).unwrap_or(0).max(1);
+        let write = |first: usize, out: &mut [u8]| {
+            for (row, out) in (first..).zip(out.chunks_exact_mut(row_bytes)) {
+                self.convert_row(row, target, out);
             }
-        });
-        Ok(Matrix::new(target, rows, columns, ByteSource::from(bytes))
-            .expect("the bytes were counted by the same shape"))
+            Ok::<(), Infallible>(())
+        };
+        Matrix::written(target, (self.rows(), self.columns()), threads, write).map_err(|refused| {
+            match refused {
+                NotWritten::NoRoom(no_room) => no_room,
+                NotWritten::Rows(never) => match never {},
+            }
+        })
     }
 
     /// Chooses the smallest type that holds the weights.
