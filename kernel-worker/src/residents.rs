@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use velox_engine::error::EngineError;
-use velox_engine::step::{Progress, RowId, RowOutcome, Runner, StepOutcome, StepPlan};
+use velox_engine::step::{Progress, RowId, RowOutcome, Runner, StepOutcome, StepPlan, Ticket};
 use velox_proto::tensor::TensorHandle;
 use velox_shm::PeerSegments;
 
@@ -24,6 +24,14 @@ impl std::fmt::Debug for Resident {
             .field("open_rows", &self.runner.open_rows())
             .finish_non_exhaustive()
     }
+}
+
+/// A plan that a model's runner works on.
+#[derive(Debug)]
+pub(crate) struct Begun {
+    model: String,
+    ticket: Ticket,
+    logits: HashMap<RowId, TensorHandle>,
 }
 
 /// The models of this worker.
@@ -89,33 +97,58 @@ impl Residents {
                 ..StepPlan::default()
             };
             let closed = resident.runner.submit(plan, progress);
-            if let Err(error) = closed.and_then(|ticket| resident.runner.collect(ticket)) {
+            if let Err(error) = closed.and_then(|ticket| resident.runner.collect(ticket, progress))
+            {
                 tracing::error!(%error, model = name, "rows could not be closed");
             }
         }
     }
 
-    /// Runs a plan that closes nothing, and moves logits to their destinations.
-    pub(crate) fn run(
+    /// Starts a plan that closes nothing.
+    pub(crate) fn submit(
         &mut self,
         valid: ValidPlan,
-        memory: &PeerSegments,
         progress: &dyn Progress,
-    ) -> Result<StepOutcome, WorkerError> {
-        let name = self.model_of(&valid)?;
+    ) -> Result<Begun, WorkerError> {
+        let model = self.model_of(&valid)?;
         let opened: Vec<RowId> = valid.plan.open_rows.iter().map(|row| row.row).collect();
         let resident = self
             .models
-            .get_mut(&name)
-            .ok_or_else(|| WorkerError::ModelNotFound(name.clone()))?;
+            .get_mut(&model)
+            .ok_or_else(|| WorkerError::ModelNotFound(model.clone()))?;
         let ticket = resident.runner.submit(valid.plan, progress)?;
         // From here on the rows may be open, whatever comes of the plan.
         self.rows
-            .extend(opened.into_iter().map(|row| (row, name.clone())));
-        let mut outcome = resident.runner.collect(ticket)?;
+            .extend(opened.into_iter().map(|row| (row, model.clone())));
+        Ok(Begun {
+            model,
+            ticket,
+            logits: valid.logits,
+        })
+    }
+
+    /// Whether [`Self::collect`] would not have to wait.
+    pub(crate) fn is_ready(&self, begun: &Begun) -> bool {
+        self.models
+            .get(&begun.model)
+            .is_none_or(|resident| resident.runner.is_ready(&begun.ticket))
+    }
+
+    /// Waits for a plan, and moves logits to their destinations.
+    pub(crate) fn collect(
+        &mut self,
+        begun: Begun,
+        memory: &PeerSegments,
+        progress: &dyn Progress,
+    ) -> Result<StepOutcome, WorkerError> {
+        let resident = self
+            .models
+            .get_mut(&begun.model)
+            .ok_or(WorkerError::ModelNotFound(begun.model))?;
+        let mut outcome = resident.runner.collect(begun.ticket, progress)?;
         let mut failed = Vec::new();
         for row in &mut outcome.rows {
-            store_logits(row, &valid.logits, memory);
+            store_logits(row, &begun.logits, memory);
             if row.result.is_err() {
                 failed.push(row.row);
             }

@@ -1,7 +1,10 @@
 //! The one thread that owns models and does tensor work.
 //!
-//! It waits for the step channel and for commands at once. Plans are executed in the order they arrive; a plan that
-//! waits in the socket is the one in flight ahead. With an eager backend the work happens in `submit`.
+//! It waits for the step channel and for commands at once. Plans are begun and answered in the order they arrive. An
+//! eager backend has done the work when a plan is begun; a lazy one may still be at it, and then the next plan is begun
+//! before the first is answered.
+
+mod plans;
 
 use std::io::Read as _;
 use std::os::fd::AsFd as _;
@@ -10,10 +13,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use velox_engine::load::{LoadOptions, LoadProgress, load};
 use velox_engine::probe::ProbedBackends;
-use velox_engine::step::{Progress, RowId, StepOutcome};
+use velox_engine::step::{Progress, RowId};
 use velox_proto::tensor::TensorHandle;
 use velox_proto::worker::v1 as wire;
 use velox_proto::worker::v1::gateway_frame::Frame as FromGateway;
@@ -25,9 +28,17 @@ use crate::config::Config;
 use crate::convert;
 use crate::error::WorkerError;
 use crate::facts::{model_facts, tokenizer_blob};
-use crate::residents::{Resident, Residents};
+use crate::residents::{Begun, Resident, Residents};
 use crate::run_op;
 use crate::step_channel::{ReadState, StepChannel};
+use plans::{Plan, Plans};
+
+/// How often the thread looks whether a device finished a plan, while no other plan arrives: a small part of the time
+/// that a device needs for a token, and long enough to leave the core to others.
+const LOOK_EVERY: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 100_000,
+};
 
 /// Why the thread ended without an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,6 +61,7 @@ pub struct TensorThread {
     pulse: Pulse,
     kernels: run_op::KernelSets,
     residents: Residents,
+    plans: Plans,
     draining: bool,
     #[cfg(feature = "fault-hooks")]
     faults: crate::fault::Faults,
@@ -89,6 +101,7 @@ impl TensorThread {
             memory: PeerSegments::new(),
             pulse: Pulse::default(),
             residents: Residents::default(),
+            plans: Plans::default(),
             draining: false,
             #[cfg(feature = "fault-hooks")]
             faults: crate::fault::Faults::default(),
@@ -101,15 +114,23 @@ impl TensorThread {
     /// [`WorkerError`] if the step channel fails or carries an undecodable frame.
     pub fn run(mut self) -> Result<Ending, WorkerError> {
         loop {
-            while let Some(frame) = self.channel.next_frame()? {
+            if self.plans.is_due(&self.residents) {
+                self.answer_oldest()?;
+                continue;
+            }
+            if let Some(frame) = self.channel.next_frame()? {
                 self.handle(frame)?;
+                continue;
             }
             // SYNC POINT: pairs with the store in lifecycle::run.
             if self.stop.load(Ordering::Acquire) {
+                self.answer_all()?;
                 return Ok(Ending::Stopped);
             }
             let (step_ready, woken) = self.wait()?;
             if woken {
+                // A command may take a model away.
+                self.answer_all()?;
                 self.serve_commands();
             }
             if step_ready && self.channel.read()? == ReadState::Closed {
@@ -118,7 +139,23 @@ impl TensorThread {
         }
     }
 
-    /// Waits until the step channel or the wake socket has something.
+    fn answer_oldest(&mut self) -> Result<(), WorkerError> {
+        let answer = self
+            .plans
+            .answer(&mut self.residents, &self.memory, &self.pulse);
+        answer.map_or(Ok(()), |result| {
+            self.channel.write(ToGateway::Result(result))
+        })
+    }
+
+    fn answer_all(&mut self) -> Result<(), WorkerError> {
+        while !self.plans.is_empty() {
+            self.answer_oldest()?;
+        }
+        Ok(())
+    }
+
+    /// Waits until the step channel or the wake socket has something, or until it is time to look at the device.
     fn wait(&self) -> Result<(bool, bool), WorkerError> {
         let step = self.channel.descriptor();
         let mut descriptors = [
@@ -126,7 +163,8 @@ impl TensorThread {
             PollFd::from_borrowed_fd(self.commands.wake.as_fd(), PollFlags::IN),
         ];
         loop {
-            match poll(&mut descriptors, None) {
+            let patience = (!self.plans.is_empty()).then_some(&LOOK_EVERY);
+            match poll(&mut descriptors, patience) {
                 Ok(_) => break,
                 Err(rustix::io::Errno::INTR) => {}
                 Err(errno) => {
@@ -161,8 +199,9 @@ impl TensorThread {
             FromGateway::Plan(plan) => {
                 #[cfg(feature = "fault-hooks")]
                 self.faults.before_plan();
-                let result = self.execute(plan);
-                self.channel.write(ToGateway::Result(result))
+                let begun = self.begin(plan);
+                self.plans.push(begun);
+                Ok(())
             }
         }
     }
@@ -194,9 +233,10 @@ impl TensorThread {
         Ok(())
     }
 
-    /// Runs a plan; whatever is wrong with it becomes an error of its rows, never of the process.
-    fn execute(&mut self, mut plan: wire::StepPlan) -> wire::StepResult {
+    /// Begins a plan; whatever is wrong with it becomes an error of its rows, never of the process.
+    fn begin(&mut self, mut plan: wire::StepPlan) -> Plan {
         let sequence = plan.sequence;
+        let taken = Instant::now();
         // First, so that no refusal of the rest can leave them open.
         let closed: Vec<RowId> = plan.close_rows.drain(..).map(RowId).collect();
         self.residents.close(&closed, &self.pulse);
@@ -207,33 +247,34 @@ impl TensorThread {
             .chain(plan.decode.iter().map(|row| row.row))
             .collect();
         if rows.is_empty() {
-            return convert::nothing_ran(sequence);
+            return Plan::Answered(convert::nothing_ran(sequence));
         }
         let _span = tracing::debug_span!("plan", sequence, rows = rows.len()).entered();
         for row in &plan.open_rows {
             tracing::debug!(row = row.row, traceparent = %row.traceparent, "row opens");
         }
-        let started = Instant::now();
-        match self.try_execute(plan) {
-            Ok(outcome) => {
-                let compute_us = u64::try_from(started.elapsed().as_micros()).unwrap_or(u64::MAX);
-                convert::result(sequence, outcome, compute_us)
-            }
+        match self.submit(plan) {
+            Ok(begun) => Plan::Running {
+                sequence,
+                rows,
+                begun,
+                taken,
+            },
             Err(error) => {
                 tracing::warn!(sequence, %error, "plan refused");
                 let rows_of_plan: Vec<RowId> = rows.iter().copied().map(RowId).collect();
                 self.residents.close(&rows_of_plan, &self.pulse);
-                convert::refused(sequence, &rows, &error)
+                Plan::Answered(convert::refused(sequence, &rows, &error))
             }
         }
     }
 
-    fn try_execute(&mut self, plan: wire::StepPlan) -> Result<StepOutcome, WorkerError> {
+    fn submit(&mut self, plan: wire::StepPlan) -> Result<Begun, WorkerError> {
         if self.draining && !plan.open_rows.is_empty() {
             return Err(WorkerError::Draining);
         }
         let valid = convert::plan(plan, &self.memory)?;
-        self.residents.run(valid, &self.memory, &self.pulse)
+        self.residents.submit(valid, &self.pulse)
     }
 
     fn serve_commands(&mut self) {

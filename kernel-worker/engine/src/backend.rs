@@ -8,6 +8,7 @@ pub mod cpu;
 pub mod host;
 pub mod reference;
 
+use std::convert::Infallible;
 use std::fmt::Debug;
 use std::ops::Range;
 
@@ -103,15 +104,37 @@ pub struct QkNorm<V> {
 
 /// Gate, up and down projections.
 #[derive(Debug)]
-pub struct GatedMlp<M, V> {
+pub struct GatedMlp<G, M, V> {
     /// Before the projections.
     pub norm: Norm<V>,
-    /// `[F, D]`, through SiLU.
-    pub gate_proj: Linear<M, V>,
-    /// `[F, D]`.
-    pub up_proj: Linear<M, V>,
+    /// The gate `[F, D]`, through SiLU, and up `[F, D]`.
+    pub gate_up: G,
     /// `[D, F]`.
     pub down_proj: Linear<M, V>,
+}
+
+/// The gated MLP of a backend.
+pub type MlpOf<B> =
+    GatedMlp<<B as Backend>::Group<2>, <B as Backend>::Matrix, <B as Backend>::Vector>;
+
+/// A token to feed.
+#[derive(Debug, Clone)]
+pub enum FedToken<P> {
+    /// Its number.
+    Known(u32),
+    /// The device has yet to choose it.
+    Awaited(P),
+}
+
+impl FedToken<Infallible> {
+    /// Returns the number: where nothing is awaited every token has one.
+    #[must_use]
+    pub fn id(&self) -> u32 {
+        match self {
+            Self::Known(id) => *id,
+            Self::Awaited(never) => match *never {},
+        }
+    }
 }
 
 /// Queries, keys and values of a batch.
@@ -207,7 +230,7 @@ pub struct ScoreResult {
 pub type RowSamples = Vec<Result<SampleResult, EngineError>>;
 
 /// A device that runs the stages.
-pub trait Backend {
+pub trait Backend: Sized {
     /// Witness type of the device.
     type Device: Device;
     /// Witness type of where tokens are chosen: a device may leave that to plain code.
@@ -216,6 +239,12 @@ pub trait Backend {
     type Matrix: Debug;
     /// A small f32 vector.
     type Vector: Debug;
+    /// Projections of one input.
+    type Group<const N: usize>: Debug;
+    /// A token that the device has yet to choose; [`Infallible`] where tokens are chosen in the call.
+    type Awaited: Clone + Debug;
+    /// Work that the device was given and may not have done.
+    type Flight: Debug + Default;
     /// `[T, features]`, f32.
     type Activation: Debug;
     /// Keys and values of one row over all layers.
@@ -234,6 +263,15 @@ pub trait Backend {
     /// # Errors
     /// As the device says.
     fn prepare_vector(&mut self, values: &[f32]) -> Result<Self::Vector, EngineError>;
+
+    /// Takes over projections of one input, to compute them together.
+    ///
+    /// # Errors
+    /// As the device says.
+    fn prepare_group<const N: usize>(
+        &mut self,
+        projections: [Linear<Self::Matrix, Self::Vector>; N],
+    ) -> Result<Self::Group<N>, EngineError>;
 
     /// Takes over the rotary embedding; called once per model before the first pass.
     ///
@@ -277,11 +315,11 @@ pub trait Backend {
     /// `[T]` ids to `[T, D]`.
     ///
     /// # Errors
-    /// As the device says; ids are checked by the caller.
+    /// As the device says; known ids are checked by the caller.
     fn embed(
         &mut self,
         table: &Self::Matrix,
-        token_ids: &[u32],
+        tokens: &[FedToken<Self::Awaited>],
     ) -> Result<Ran<Self::Device, Self::Activation>, EngineError>;
 
     /// RMS norm of `[T, D]`, then each projection of it: `[T, out]` each. The normed input is made once.
@@ -292,7 +330,7 @@ pub trait Backend {
         &mut self,
         hidden: &Self::Activation,
         norm: &Norm<Self::Vector>,
-        projections: [&Linear<Self::Matrix, Self::Vector>; 3],
+        projections: &Self::Group<3>,
     ) -> Result<Ran<Self::Device, Qkv<Self::Activation>>, EngineError>;
 
     /// Optional per-head norms, then rotation of queries and keys by their positions `[T]`.
@@ -339,7 +377,7 @@ pub trait Backend {
     fn gated_mlp(
         &mut self,
         residual: Self::Activation,
-        mlp: &GatedMlp<Self::Matrix, Self::Vector>,
+        mlp: &MlpOf<Self>,
     ) -> Result<Ran<Self::Device, Self::Activation>, EngineError>;
 
     /// Final norm and head for the batch's tokens at `rows`: `[rows, V]`.
@@ -363,6 +401,25 @@ pub trait Backend {
         logits: &Ran<Self::Device, Self::Logits>,
         requests: &mut [SampleRequest<'_>],
     ) -> Result<Ran<Self::Sampler, RowSamples>, EngineError>;
+
+    /// Whether the device itself can choose this token, without anybody waiting for it.
+    fn can_draw(&self, _request: &SampleRequest<'_>) -> bool {
+        false
+    }
+
+    /// Has the device choose a token for each request of those that it can draw.
+    ///
+    /// # Errors
+    /// As the device says.
+    fn draw(
+        &mut self,
+        _logits: &Ran<Self::Device, Self::Logits>,
+        _requests: &[SampleRequest<'_>],
+    ) -> Result<Ran<Self::Device, Vec<Self::Awaited>>, EngineError> {
+        Err(EngineError::InvalidPlan(
+            "this device draws no tokens".to_owned(),
+        ))
+    }
 
     /// Log-probabilities from the raw logits.
     ///
@@ -400,11 +457,30 @@ pub trait Backend {
         Ok(())
     }
 
-    /// Evaluates what a lazy backend has recorded, reporting to `progress`; eager ones do nothing.
+    /// Ends a pass: a lazy backend starts to compute what was recorded, and what is awaited of it, and does not wait.
     ///
     /// # Errors
     /// As the device says.
-    fn synchronize(&mut self, _progress: &dyn Progress) -> Result<(), EngineError> {
-        Ok(())
+    fn dispatch(&mut self, _awaited: &[Self::Awaited]) -> Result<Self::Flight, EngineError> {
+        Ok(Self::Flight::default())
+    }
+
+    /// Whether [`Backend::finish`] would not have to wait.
+    fn is_finished(&self, _flight: &Self::Flight) -> bool {
+        true
+    }
+
+    /// Waits for what was started, reporting to `progress`, and reads what was drawn: a token or what is wrong with
+    /// its row.
+    ///
+    /// # Errors
+    /// As the device says.
+    fn finish(
+        &mut self,
+        _flights: Vec<Self::Flight>,
+        _awaited: &[Self::Awaited],
+        _progress: &dyn Progress,
+    ) -> Result<Vec<Result<u32, EngineError>>, EngineError> {
+        Ok(Vec::new())
     }
 }

@@ -4,8 +4,8 @@ use velox_kernels::affine::StoredMatrix;
 use velox_kernels::ran::Ran;
 
 use crate::backend::{
-    AttentionShape, Backend, GatedMlp, Linear, Norm, QkNorm, RowSpan, Stage, StageCounts,
-    StatsRequest,
+    AttentionShape, Backend, FedToken, GatedMlp, Linear, MlpOf, Norm, QkNorm, RowSpan, Stage,
+    StageCounts, StatsRequest,
 };
 use crate::error::EngineError;
 use crate::spec::{LayerTensors, LinearTensors, ModelSpec, ModelTensors};
@@ -13,9 +13,9 @@ use crate::step::Progress;
 
 /// The tokens of one pass, flattened over its rows.
 #[derive(Debug)]
-pub struct Batch<'a, 'row, C> {
-    /// `[T]`, below the vocabulary's size.
-    pub token_ids: &'a [u32],
+pub struct Batch<'a, 'row, C, P> {
+    /// `[T]`, below the vocabulary's size where they are known.
+    pub tokens: &'a [FedToken<P>],
     /// `[T]`.
     pub positions: &'a [usize],
     /// Which tokens are whose; together they cover the batch.
@@ -54,10 +54,10 @@ pub struct Transformer<B: Backend> {
 struct Layer<B: Backend> {
     attention_norm: Norm<B::Vector>,
     /// Queries, keys, values.
-    projections: [Linear<B::Matrix, B::Vector>; 3],
+    projections: B::Group<3>,
     qk_norm: Option<QkNorm<B::Vector>>,
     o_proj: Linear<B::Matrix, B::Vector>,
-    mlp: GatedMlp<B::Matrix, B::Vector>,
+    mlp: MlpOf<B>,
 }
 
 impl<B: Backend> Transformer<B> {
@@ -104,14 +104,14 @@ impl<B: Backend> Transformer<B> {
     pub fn forward(
         &self,
         backend: &mut B,
-        batch: Batch<'_, '_, B::Cache>,
+        batch: Batch<'_, '_, B::Cache, B::Awaited>,
         watch: &mut Watch<'_>,
     ) -> Result<Ran<B::Device, B::Activation>, EngineError> {
-        let mut hidden = backend.embed(&self.embedding, batch.token_ids)?;
+        let mut hidden = backend.embed(&self.embedding, batch.tokens)?;
         watch.stages.record(Stage::Embed);
         for (index, layer) in self.layers.iter().enumerate() {
-            let projections = layer.projections.each_ref();
-            let qkv = backend.norm_project(hidden.value(), &layer.attention_norm, projections)?;
+            let qkv =
+                backend.norm_project(hidden.value(), &layer.attention_norm, &layer.projections)?;
             watch.stages.record(Stage::NormProject);
             // A stage takes its input by value to work in place; its own result is the evidence from there on.
             let qkv = backend.rope(
@@ -205,13 +205,15 @@ impl<B: Backend> Preparation<'_, B> {
     }
 
     fn layer(&mut self, layer: LayerTensors<StoredMatrix>) -> Result<Layer<B>, EngineError> {
+        let projections = [
+            self.linear(layer.q_proj)?,
+            self.linear(layer.k_proj)?,
+            self.linear(layer.v_proj)?,
+        ];
+        let gate_up = [self.linear(layer.gate_proj)?, self.linear(layer.up_proj)?];
         Ok(Layer {
             attention_norm: self.norm(&layer.attention_norm)?,
-            projections: [
-                self.linear(layer.q_proj)?,
-                self.linear(layer.k_proj)?,
-                self.linear(layer.v_proj)?,
-            ],
+            projections: self.backend.prepare_group(projections)?,
             qk_norm: match layer.qk_norm {
                 Some(norms) => Some(QkNorm {
                     q_norm: self.norm(&norms.q_norm)?,
@@ -222,8 +224,7 @@ impl<B: Backend> Preparation<'_, B> {
             o_proj: self.linear(layer.o_proj)?,
             mlp: GatedMlp {
                 norm: self.norm(&layer.mlp_norm)?,
-                gate_proj: self.linear(layer.gate_proj)?,
-                up_proj: self.linear(layer.up_proj)?,
+                gate_up: self.backend.prepare_group(gate_up)?,
                 down_proj: self.linear(layer.down_proj)?,
             },
         })

@@ -14,7 +14,7 @@ use velox_kernels::matrix::Matrix;
 use velox_kernels::ran::Ran;
 
 use crate::backend::{
-    AttentionShape, Backend, GatedMlp, Linear, Norm, Qkv, RowSpan, Stage, StatsRequest,
+    AttentionShape, Backend, FedToken, GatedMlp, Linear, Norm, Qkv, RowSpan, Stage, StatsRequest,
 };
 use crate::error::EngineError;
 use crate::sampler::{SampleRequest, SamplingParameters};
@@ -164,7 +164,7 @@ impl ProbeCase {
         match self.stage {
             Stage::Embed => {
                 let table = backend.prepare_matrix(sample(stored, VOCABULARY, WIDTH))?;
-                let embedded = backend.embed(&table, &TOKEN_IDS)?.into_value();
+                let embedded = backend.embed(&table, &fed())?.into_value();
                 backend.read_activation(&embedded)
             }
             Stage::NormProject => norm_project(backend, stored),
@@ -181,10 +181,11 @@ impl ProbeCase {
             }
             Stage::GatedMlp => {
                 let residual = activation(backend, WIDTH)?;
+                let gate_proj = linear(backend, stored, WIDTH)?;
+                let up_proj = linear(backend, stored, WIDTH)?;
                 let mlp = GatedMlp {
                     norm: norm(backend)?,
-                    gate_proj: linear(backend, stored, WIDTH)?,
-                    up_proj: linear(backend, stored, WIDTH)?,
+                    gate_up: backend.prepare_group([gate_proj, up_proj])?,
                     down_proj: linear(backend, stored, WIDTH)?,
                 };
                 let sum = backend.gated_mlp(residual, &mlp)?.into_value();
@@ -206,10 +207,14 @@ fn matrix_types() -> impl Iterator<Item = StoredType> {
     blocks.into_iter().chain(affine)
 }
 
+fn fed<P>() -> [FedToken<P>; TOKEN_IDS.len()] {
+    TOKEN_IDS.map(FedToken::Known)
+}
+
 /// `[T, columns]` f32 that every backend can make: rows of an f32 table.
 fn activation<B: Backend>(backend: &mut B, columns: usize) -> Result<B::Activation, EngineError> {
     let table = backend.prepare_matrix(sample(FLOATS, VOCABULARY, columns))?;
-    Ok(backend.embed(&table, &TOKEN_IDS)?.into_value())
+    Ok(backend.embed(&table, &fed())?.into_value())
 }
 
 fn qkv<B: Backend>(backend: &mut B) -> Result<Qkv<B::Activation>, EngineError> {
@@ -246,7 +251,8 @@ fn norm_project<B: Backend>(backend: &mut B, stored: StoredType) -> Result<Vec<f
     let q_proj = linear(backend, stored, WIDTH)?;
     let k_proj = linear(backend, stored, KV_WIDTH)?;
     let v_proj = linear(backend, stored, KV_WIDTH)?;
-    let projected = backend.norm_project(&hidden, &norm, [&q_proj, &k_proj, &v_proj])?;
+    let projections = backend.prepare_group([q_proj, k_proj, v_proj])?;
+    let projected = backend.norm_project(&hidden, &norm, &projections)?;
     read_qkv(backend, &projected.into_value())
 }
 

@@ -40,7 +40,7 @@ pub struct SamplingParameters {
 }
 
 /// One row to sample.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 pub struct SampleRequest<'a> {
     /// Row of the logits.
     pub logits_row: usize,
@@ -137,6 +137,29 @@ impl SamplingParameters {
             }
         }
         Ok(())
+    }
+}
+
+// === impl SampleRequest ===
+
+impl SampleRequest<'_> {
+    /// Whether the choice is a function of the logits and of [`Self::uniform`] alone: nothing of the row's history, no
+    /// list of tokens, no log-probabilities.
+    #[must_use]
+    pub fn is_plain(&self) -> bool {
+        let parameters = self.parameters;
+        #[expect(clippy::float_cmp, reason = "the value that switches a penalty off")]
+        let penalised = parameters.repetition_penalty != 1.0
+            || parameters.frequency_penalty != 0.0
+            || parameters.presence_penalty != 0.0;
+        let listed = !parameters.bias.is_empty() || !parameters.allowed.is_empty();
+        !penalised && !listed && self.top_logprobs.is_none()
+    }
+
+    /// Returns the row's draw for this token, in `[0, 1)`.
+    #[must_use]
+    pub fn uniform(&self) -> f64 {
+        random::uniform(self.parameters.seed, self.output_index)
     }
 }
 

@@ -202,7 +202,8 @@ pub trait Progress {
     fn layer_done(&self);
 }
 
-/// A resident model. Lives on one thread; a backend may compute in `submit` or lazily.
+/// A resident model. Lives on one thread; a backend may compute in `submit`, or begin there and be waited for in
+/// `collect`, so that the next plan is prepared meanwhile.
 pub trait Runner {
     /// Starts a plan. At most two plans are uncollected at a time.
     ///
@@ -210,12 +211,19 @@ pub trait Runner {
     /// [`EngineError::InvalidPlan`] if it breaks the contract (nothing was changed then).
     fn submit(&mut self, plan: StepPlan, progress: &dyn Progress) -> Result<Ticket, EngineError>;
 
+    /// Whether [`Runner::collect`] would not have to wait.
+    fn is_ready(&self, ticket: &Ticket) -> bool;
+
     /// Waits for a submitted plan.
     ///
     /// # Errors
     /// An error of the plan as a whole: the rows of the pass that broke off are closed, all others stay as they were.
     /// Errors of single rows are in the outcome.
-    fn collect(&mut self, ticket: Ticket) -> Result<StepOutcome, EngineError>;
+    fn collect(
+        &mut self,
+        ticket: Ticket,
+        progress: &dyn Progress,
+    ) -> Result<StepOutcome, EngineError>;
 
     /// Returns the number of open rows.
     fn open_rows(&self) -> usize;

@@ -124,7 +124,7 @@ fn score(runner: &mut dyn Runner, ids: &[u32], chunk: usize) -> Vec<f32> {
             ..StepPlan::default()
         };
         let ticket = runner.submit(plan, &Silent).unwrap();
-        let outcome = runner.collect(ticket).unwrap();
+        let outcome = runner.collect(ticket, &Silent).unwrap();
         let [row_outcome] = outcome.rows.try_into().unwrap();
         logits.extend(row_outcome.result.unwrap().logits);
     }
@@ -133,7 +133,7 @@ fn score(runner: &mut dyn Runner, ids: &[u32], chunk: usize) -> Vec<f32> {
         ..StepPlan::default()
     };
     let ticket = runner.submit(close, &Silent).unwrap();
-    runner.collect(ticket).unwrap();
+    runner.collect(ticket, &Silent).unwrap();
     logits
 }
 

@@ -214,8 +214,14 @@ fn two_plans_may_wait_and_each_is_collected_once() {
     let second = runner.submit(decode(A, None, 1), &Undisturbed).unwrap();
     let third = runner.submit(decode(A, None, 1), &Undisturbed);
     assert!(third.unwrap_err().to_string().contains("limit is 2"));
-    assert_eq!(tokens(&runner.collect(second).unwrap().rows[0]).len(), 1);
-    assert_eq!(tokens(&runner.collect(first).unwrap().rows[0]).len(), 1);
+    assert_eq!(
+        tokens(&runner.collect(second, &Undisturbed).unwrap().rows[0]).len(),
+        1
+    );
+    assert_eq!(
+        tokens(&runner.collect(first, &Undisturbed).unwrap().rows[0]).len(),
+        1
+    );
 }
 
 #[test]

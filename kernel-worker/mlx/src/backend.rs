@@ -1,9 +1,12 @@
 //! The stages as MLX ops: recorded in the call, evaluated when somebody reads.
 
+use std::collections::VecDeque;
+use std::rc::Rc;
+
 use velox_engine::backend::host::LogitRows;
 use velox_engine::backend::{
-    Attended, AttentionShape, Backend, CacheBytes, GatedMlp, Linear, Norm, QkNorm, Qkv, RowSamples,
-    RowSpan, ScoreRequest, ScoreResult, StatsRequest,
+    Attended, AttentionShape, Backend, CacheBytes, FedToken, Linear, MlpOf, Norm, QkNorm, Qkv,
+    RowSamples, RowSpan, ScoreRequest, ScoreResult, StatsRequest,
 };
 use velox_engine::error::EngineError;
 use velox_engine::sampler::SampleRequest;
@@ -16,14 +19,18 @@ use velox_kvcache::{KvGeometry, KvMethod, KvShape, PageBudget};
 
 use crate::cache::{GROWTH_TOKENS, MlxCache};
 use crate::ffi::{
-    AttentionMask, DeviceStream, Dtype, HalfPrecision, MlxDevice, MlxError, Pairing, Rotary,
-    Tensor, evaluate, window_mask,
+    AttentionMask, DeviceStream, DrawRule, Drawn, Dtype, Fused, HalfPrecision, MlxDevice, MlxError,
+    Pairing, Rotary, Tensor, evaluate, start, window_mask,
 };
+use crate::group::Grouped;
 use crate::weights::Weight;
 
-/// Tokens of a pass from which on every layer is evaluated by itself: the graph of a long chunk must not pile up, and
-/// the process must show that it is alive.
-const EVALUATE_BY_LAYER_TOKENS: usize = 64;
+/// Tokens of a pass from which on every layer is started by itself: the graph of a long chunk must not pile up, and the
+/// process must show that it is alive.
+const START_BY_LAYER_TOKENS: usize = 64;
+
+/// Layers of a long chunk that may be under way: the device must not run dry while the next is recorded.
+const LAYERS_UNDER_WAY: usize = 2;
 
 /// Runs every stage on one device of MLX.
 #[derive(Debug)]
@@ -33,13 +40,23 @@ pub struct MlxBackend<D> {
     budget: PageBudget,
     /// The rotation, and the factor on what it rotates.
     rope: Option<(Rotary, f32)>,
+    fused: Fused,
     /// Positions of the pass at hand: every layer asks for the same.
     positions: Option<(Vec<usize>, Tensor)>,
-    /// What the pass at hand wrote to caches.
-    appended: Vec<Tensor>,
-    /// Result of its last layer so far: nobody may ask for more of a chunk that only fills a cache.
-    last_hidden: Option<Tensor>,
+    /// Results of its last layers, which are being computed in a long chunk.
+    layers: VecDeque<Tensor>,
 }
+
+/// A token that the device chooses.
+#[derive(Debug, Clone)]
+pub struct AwaitedToken {
+    drawn: Rc<Drawn>,
+    row: usize,
+}
+
+/// What a pass ends in. Nobody may ask for more of a chunk that only fills a cache.
+#[derive(Debug, Default)]
+pub struct MlxFlight(Vec<Tensor>);
 
 type Recorded<D, T> = Result<Ran<D, T>, EngineError>;
 
@@ -63,9 +80,9 @@ impl<D: MlxDevice> MlxBackend<D> {
             dtype,
             budget,
             rope: None,
+            fused: Fused::on::<D>(),
             positions: None,
-            appended: Vec::new(),
-            last_hidden: None,
+            layers: VecDeque::new(),
         })
     }
 
@@ -180,6 +197,71 @@ fn projected(input: &Tensor, linear: &Linear<Weight, Tensor>) -> Result<Tensor, 
     }
 }
 
+/// Takes the results of a group apart.
+fn taken<const N: usize>(results: Vec<Tensor>) -> Result<[Tensor; N], MlxError> {
+    results.try_into().map_err(|results: Vec<Tensor>| {
+        MlxError::Operation(format!("a group gave {} results, not {N}", results.len()))
+    })
+}
+
+/// The draws that tokens belong to, each once, in order; tokens of one draw lie together.
+fn batches(awaited: &[AwaitedToken]) -> impl Iterator<Item = &Rc<Drawn>> {
+    let same = |one: &AwaitedToken, other: &AwaitedToken| Rc::ptr_eq(&one.drawn, &other.drawn);
+    awaited.chunk_by(same).map(|tokens| &tokens[0].drawn)
+}
+
+/// `[T]`, u32: the numbers of tokens, some of which nobody knows yet.
+fn ids_of(tokens: &[FedToken<AwaitedToken>]) -> Result<Tensor, MlxError> {
+    let mut parts = Vec::new();
+    let kind = |one: &FedToken<AwaitedToken>, other: &FedToken<AwaitedToken>| match (one, other) {
+        (FedToken::Known(_), FedToken::Known(_)) => true,
+        (FedToken::Awaited(one), FedToken::Awaited(other)) => {
+            Rc::ptr_eq(&one.drawn, &other.drawn) && one.row + 1 == other.row
+        }
+        _ => false,
+    };
+    for run in tokens.chunk_by(kind) {
+        parts.push(match &run[0] {
+            FedToken::Awaited(AwaitedToken { drawn, row }) => {
+                let range = *row..row + run.len();
+                if range == (0..drawn.tokens().axis(0)) {
+                    drawn.tokens().clone()
+                } else {
+                    drawn.tokens().slice(0, range)?
+                }
+            }
+            FedToken::Known(_) => {
+                let known = run.iter().filter_map(|token| match token {
+                    FedToken::Known(id) => Some(*id),
+                    FedToken::Awaited(_) => None,
+                });
+                let ids: Vec<u32> = known.collect();
+                Tensor::of_u32(&ids, &[ids.len()])?
+            }
+        });
+    }
+    match parts.as_slice() {
+        [only] => Ok(only.clone()),
+        parts => Tensor::concatenate(parts, 0),
+    }
+}
+
+fn rule_of(request: &SampleRequest<'_>) -> DrawRule {
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "the device draws with f32; what rounds up to 1 takes the last candidate"
+    )]
+    let uniform = request.uniform() as f32;
+    let parameters = request.parameters;
+    DrawRule {
+        temperature: parameters.temperature,
+        top_k: parameters.top_k,
+        top_p: parameters.top_p,
+        min_p: parameters.min_p,
+        uniform,
+    }
+}
+
 /// `[L, heads * K]` as `[1, heads, L, K]`.
 fn by_head(input: &Tensor, head_dim: usize) -> Result<Tensor, MlxError> {
     let (tokens, width) = (input.axis(0), input.axis(1));
@@ -235,6 +317,9 @@ impl<D: MlxDevice> Backend for MlxBackend<D> {
     type Sampler = ReferenceDevice;
     type Matrix = Weight;
     type Vector = Tensor;
+    type Group<const N: usize> = Grouped;
+    type Awaited = AwaitedToken;
+    type Flight = MlxFlight;
     type Activation = Tensor;
     type Cache = MlxCache;
     type Logits = Tensor;
@@ -251,6 +336,14 @@ impl<D: MlxDevice> Backend for MlxBackend<D> {
             Ok(vector)
         })?;
         Ok(vector.into_value())
+    }
+
+    fn prepare_group<const N: usize>(
+        &mut self,
+        projections: [Linear<Weight, Tensor>; N],
+    ) -> Result<Grouped, EngineError> {
+        let group = self.record(|| Grouped::new(projections))?;
+        Ok(group.into_value())
     }
 
     fn prepare_rope(&mut self, rope: &RopeSpec, _context_length: usize) -> Result<(), EngineError> {
@@ -297,30 +390,25 @@ impl<D: MlxDevice> Backend for MlxBackend<D> {
         cache.bytes()
     }
 
-    fn embed(&mut self, table: &Weight, token_ids: &[u32]) -> Recorded<D, Tensor> {
-        // A pass that failed leaves what it wrote to caches that are gone.
-        self.appended.clear();
-        self.last_hidden = None;
+    fn embed(&mut self, table: &Weight, tokens: &[FedToken<AwaitedToken>]) -> Recorded<D, Tensor> {
+        self.layers.clear();
         self.positions = None;
-        self.record(|| {
-            let ids = Tensor::of_u32(token_ids, &[token_ids.len()])?;
-            table.take(&ids)?.cast(self.dtype)
-        })
+        self.record(|| table.take(&ids_of(tokens)?)?.cast(self.dtype))
     }
 
     fn norm_project(
         &mut self,
         hidden: &Tensor,
         norm: &Norm<Tensor>,
-        projections: [&Linear<Weight, Tensor>; 3],
+        projections: &Grouped,
     ) -> Recorded<D, Qkv<Tensor>> {
         self.record(|| {
             let input = hidden.rms_norm(&norm.weight, norm.epsilon)?;
-            let [q_proj, k_proj, v_proj] = projections;
+            let [queries, keys, values] = taken(projections.multiply(&input)?)?;
             Ok(Qkv {
-                queries: projected(&input, q_proj)?,
-                keys: projected(&input, k_proj)?,
-                values: projected(&input, v_proj)?,
+                queries,
+                keys,
+                values,
             })
         })
     }
@@ -364,7 +452,7 @@ impl<D: MlxDevice> Backend for MlxBackend<D> {
             });
         }
         let width = shape.n_heads * shape.head_dim;
-        let attended = self.record(|| {
+        self.record(|| {
             let mut parts = Vec::with_capacity(spans.len());
             for span in spans.iter_mut() {
                 parts.push(if span.failure.is_some() {
@@ -381,10 +469,7 @@ impl<D: MlxDevice> Backend for MlxBackend<D> {
                 output,
                 statistics: vec![Vec::new(); parts.len()],
             })
-        })?;
-        let stored = spans.iter().flat_map(|span| span.cache.stored(layer));
-        self.appended.extend(stored.cloned());
-        Ok(attended)
+        })
     }
 
     fn output_project(
@@ -396,17 +481,15 @@ impl<D: MlxDevice> Backend for MlxBackend<D> {
         self.record(|| residual.add(&projected(attended, o_proj)?))
     }
 
-    fn gated_mlp(
-        &mut self,
-        residual: Tensor,
-        mlp: &GatedMlp<Weight, Tensor>,
-    ) -> Recorded<D, Tensor> {
-        self.record(|| {
+    fn gated_mlp(&mut self, residual: Tensor, mlp: &MlpOf<Self>) -> Recorded<D, Tensor> {
+        let Self { stream, fused, .. } = self;
+        let sum = stream.record(|| {
             let input = residual.rms_norm(&mlp.norm.weight, mlp.norm.epsilon)?;
-            let gate = projected(&input, &mlp.gate_proj)?.silu()?;
-            let gated = gate.mul(&projected(&input, &mlp.up_proj)?)?;
+            let [gate, up] = taken(mlp.gate_up.multiply(&input)?)?;
+            let gated = fused.gated(&gate, &up)?;
             residual.add(&projected(&gated, &mlp.down_proj)?)
-        })
+        });
+        sum.map_err(failed::<D>)
     }
 
     fn head(
@@ -436,6 +519,35 @@ impl<D: MlxDevice> Backend for MlxBackend<D> {
         Ok(by_plain_code(|| rows.sample(requests)))
     }
 
+    fn can_draw(&self, request: &SampleRequest<'_>) -> bool {
+        request.is_plain()
+    }
+
+    fn draw(
+        &mut self,
+        logits: &Ran<D, Tensor>,
+        requests: &[SampleRequest<'_>],
+    ) -> Result<Ran<D, Vec<AwaitedToken>>, EngineError> {
+        let rules: Vec<DrawRule> = requests.iter().map(rule_of).collect();
+        let drawn = self.record(|| {
+            let rows: Vec<usize> = requests.iter().map(|request| request.logits_row).collect();
+            let logits = logits.value();
+            if rows.iter().copied().eq(0..logits.axis(0)) {
+                Drawn::record(logits, &rules)
+            } else {
+                Drawn::record(&logits.take(&Tensor::of_positions(&rows)?)?, &rules)
+            }
+        })?;
+        Ok(drawn.map(|drawn| {
+            let drawn = Rc::new(drawn);
+            let token = |row| AwaitedToken {
+                drawn: Rc::clone(&drawn),
+                row,
+            };
+            (0..requests.len()).map(token).collect()
+        }))
+    }
+
     fn score(
         &mut self,
         logits: &Tensor,
@@ -453,25 +565,59 @@ impl<D: MlxDevice> Backend for MlxBackend<D> {
     }
 
     fn end_layer(&mut self, hidden: &Tensor, progress: &dyn Progress) -> Result<(), EngineError> {
-        if hidden.axis(0) >= EVALUATE_BY_LAYER_TOKENS {
-            let appended = std::mem::take(&mut self.appended);
-            self.record(|| evaluate(appended.iter().chain([hidden])))?
-                .into_value();
+        if hidden.axis(0) < START_BY_LAYER_TOKENS {
+            self.layers.clear();
+            self.layers.push_back(hidden.clone());
+            return Ok(());
+        }
+        self.record(|| start([hidden]))?.into_value();
+        self.layers.push_back(hidden.clone());
+        if self.layers.len() > LAYERS_UNDER_WAY
+            && let Some(earlier) = self.layers.pop_front()
+        {
+            self.record(|| evaluate([&earlier]))?.into_value();
             progress.layer_done();
-            self.last_hidden = None;
-        } else {
-            self.last_hidden = Some(hidden.clone());
         }
         Ok(())
     }
 
-    fn synchronize(&mut self, progress: &dyn Progress) -> Result<(), EngineError> {
-        let appended = std::mem::take(&mut self.appended);
-        let last = self.last_hidden.take();
-        self.record(|| evaluate(appended.iter().chain(&last)))?
-            .into_value();
-        progress.layer_done();
-        Ok(())
+    fn dispatch(&mut self, awaited: &[AwaitedToken]) -> Result<MlxFlight, EngineError> {
+        let mut ends: Vec<Tensor> = self.layers.drain(..).collect();
+        for drawn in batches(awaited) {
+            ends.extend([drawn.report().clone(), drawn.tokens().clone()]);
+        }
+        self.record(|| start(&ends))?.into_value();
+        Ok(MlxFlight(ends))
+    }
+
+    fn is_finished(&self, flight: &MlxFlight) -> bool {
+        flight.0.iter().all(Tensor::is_available)
+    }
+
+    fn finish(
+        &mut self,
+        flights: Vec<MlxFlight>,
+        awaited: &[AwaitedToken],
+        progress: &dyn Progress,
+    ) -> Result<Vec<Result<u32, EngineError>>, EngineError> {
+        for flight in flights {
+            self.record(|| evaluate(&flight.0))?.into_value();
+            progress.layer_done();
+        }
+        let mut tokens = Vec::with_capacity(awaited.len());
+        for drawn in batches(awaited) {
+            let read = self.record(|| drawn.read())?.into_value();
+            let own = awaited
+                .iter()
+                .filter(|token| Rc::ptr_eq(&token.drawn, drawn));
+            tokens.extend(own.map(|token| match read.get(token.row) {
+                Some(Some(token_id)) => Ok(*token_id),
+                _ => Err(EngineError::Numeric(
+                    "a logit is not a number or not finite".to_owned(),
+                )),
+            }));
+        }
+        Ok(tokens)
     }
 }
 

@@ -137,13 +137,4 @@ impl MlxCache {
             layer.length = layer.length.min(tokens);
         }
     }
-
-    /// Returns the arrays of a layer, to have them computed.
-    pub fn stored(&self, layer: usize) -> impl Iterator<Item = &Tensor> {
-        let stored = self
-            .layers
-            .get(layer)
-            .and_then(|layer| layer.stored.as_ref());
-        stored.into_iter().flat_map(|(keys, values)| [keys, values])
-    }
 }

@@ -7,13 +7,19 @@
 #![expect(unsafe_code, reason = "calls of a C interface")]
 
 mod device;
+mod draw;
 mod error;
+mod fused;
 mod library;
 mod tensor;
 
 pub use device::{
     DeviceStream, HalfPrecision, MetalDevice, MlxCpuDevice, MlxCudaDevice, MlxDevice,
 };
+pub use draw::{DrawRule, Drawn};
 pub use error::MlxError;
+pub use fused::Fused;
 pub use library::{Library, MLX_VERSION};
-pub use tensor::{Affine, AttentionMask, Dtype, Pairing, Rotary, Tensor, evaluate, window_mask};
+pub use tensor::{
+    Affine, AttentionMask, Dtype, Pairing, Rotary, Tensor, evaluate, start, window_mask,
+};

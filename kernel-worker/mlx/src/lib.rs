@@ -4,7 +4,7 @@
 //! * [`metal`]: our Metal kernels, as MLX's custom-kernel call takes them; needs no MLX.
 #![cfg_attr(
     feature = "mlx",
-    doc = "* [`ffi`]: the calls of MLX; [`backend`]: the stages over them, with [`weights`] and [`cache`]; [`offers`]: what a worker gets."
+    doc = "* [`ffi`]: the calls of MLX; [`backend`]: the stages over them, with [`weights`], [`group`] and [`cache`]; [`offers`]: what a worker gets."
 )]
 
 pub mod metal;
@@ -16,6 +16,8 @@ pub mod backend;
 pub mod cache;
 #[cfg(feature = "mlx")]
 pub mod ffi;
+#[cfg(feature = "mlx")]
+pub mod group;
 #[cfg(feature = "mlx")]
 pub mod offers;
 #[cfg(feature = "mlx")]

@@ -54,6 +54,64 @@ impl Weight {
         Ok(Self::Dense(numbers))
     }
 
+    /// Returns the size of the output.
+    #[must_use]
+    pub fn rows(&self) -> usize {
+        match self {
+            Self::Dense(numbers) => numbers.axis(0),
+            Self::Affine(affine) => affine.packed.axis(0),
+        }
+    }
+
+    /// Whether rows of the other could be rows of this.
+    #[must_use]
+    pub fn is_like(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Dense(numbers), Self::Dense(others)) => {
+                numbers.axis(1) == others.axis(1) && numbers.dtype() == others.dtype()
+            }
+            (Self::Affine(affine), Self::Affine(other)) => {
+                let layout = |affine: &Affine| {
+                    let sizes = (affine.packed.axis(1), affine.group, affine.bits);
+                    (sizes, affine.scales.dtype())
+                };
+                layout(affine) == layout(other)
+            }
+            _ => false,
+        }
+    }
+
+    /// Puts the rows of a matrix that is like this one below its own.
+    ///
+    /// # Errors
+    /// As MLX says.
+    pub fn above(&self, other: &Self) -> Result<Self, MlxError> {
+        let joined = |upper: &Tensor, lower: &Tensor| {
+            Tensor::concatenate(&[upper.clone(), lower.clone()], 0)
+        };
+        match (self, other) {
+            (Self::Dense(numbers), Self::Dense(others)) => {
+                let numbers = joined(numbers, others)?;
+                evaluate([&numbers])?;
+                Ok(Self::Dense(numbers))
+            }
+            (Self::Affine(affine), Self::Affine(other)) => {
+                let affine = Affine {
+                    packed: joined(&affine.packed, &other.packed)?,
+                    scales: joined(&affine.scales, &other.scales)?,
+                    biases: joined(&affine.biases, &other.biases)?,
+                    group: affine.group,
+                    bits: affine.bits,
+                };
+                evaluate([&affine.packed, &affine.scales, &affine.biases])?;
+                Ok(Self::Affine(affine))
+            }
+            _ => Err(MlxError::Operation(
+                "matrices of two layouts cannot be joined".to_owned(),
+            )),
+        }
+    }
+
     /// `[T, in]` to `[T, out]`.
     ///
     /// # Errors

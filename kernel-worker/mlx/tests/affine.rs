@@ -58,7 +58,7 @@ fn score(runner: &mut dyn Runner, ids: &[u32]) -> Vec<f32> {
         ..StepPlan::default()
     };
     let ticket = runner.submit(plan, &Silent).unwrap();
-    let mut outcome = runner.collect(ticket).unwrap();
+    let mut outcome = runner.collect(ticket, &Silent).unwrap();
     outcome.rows.remove(0).result.unwrap().logits
 }
 

@@ -82,7 +82,7 @@ fn open(row: RowId, capacity_tokens: usize, prompt_tokens: usize) -> OpenRow {
 
 fn run(model: &mut LoadedModel, plan: StepPlan) -> StepOutcome {
     let ticket = model.runner.submit(plan, &Undisturbed).unwrap();
-    model.runner.collect(ticket).unwrap()
+    model.runner.collect(ticket, &Undisturbed).unwrap()
 }
 
 fn load(test: &str) -> Option<LoadedModel> {

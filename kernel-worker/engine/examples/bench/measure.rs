@@ -123,7 +123,7 @@ fn execute(runner: &mut dyn Runner, plan: StepPlan) -> Result<(), Box<dyn Error>
 }
 
 fn collect(runner: &mut dyn Runner, ticket: Ticket) -> Result<(), Box<dyn Error>> {
-    for row in runner.collect(ticket)?.rows {
+    for row in runner.collect(ticket, &Undisturbed)?.rows {
         row.result?;
     }
     Ok(())

@@ -1,5 +1,6 @@
 //! The stages by SIMD kernels: integer products on quantised weights, several threads, eager.
 
+use std::convert::Infallible;
 use std::num::NonZeroUsize;
 
 use velox_kernels::affine::StoredMatrix;
@@ -15,8 +16,8 @@ use velox_kvcache::{PageBudget, PagedCache};
 
 use super::host::{self, LogitRows, rows_of, score_scale};
 use super::{
-    Attended, AttentionShape, Backend, CacheBytes, GatedMlp, Linear, Norm, QkNorm, Qkv, RowSamples,
-    RowSpan, ScoreRequest, ScoreResult, StatsRequest,
+    Attended, AttentionShape, Backend, CacheBytes, FedToken, Linear, MlpOf, Norm, QkNorm, Qkv,
+    RowSamples, RowSpan, ScoreRequest, ScoreResult, StatsRequest,
 };
 use crate::error::EngineError;
 use crate::sampler::SampleRequest;
@@ -141,6 +142,9 @@ impl Backend for CpuBackend {
     type Sampler = CpuDevice;
     type Matrix = Matrix;
     type Vector = Vec<f32>;
+    type Group<const N: usize> = [Linear<Matrix, Vec<f32>>; N];
+    type Awaited = Infallible;
+    type Flight = ();
     type Activation = Vec<f32>;
     type Cache = PagedCache;
     type Logits = LogitRows;
@@ -151,6 +155,13 @@ impl Backend for CpuBackend {
 
     fn prepare_vector(&mut self, values: &[f32]) -> Result<Vec<f32>, EngineError> {
         Ok(values.to_vec())
+    }
+
+    fn prepare_group<const N: usize>(
+        &mut self,
+        projections: [Linear<Matrix, Vec<f32>>; N],
+    ) -> Result<[Linear<Matrix, Vec<f32>>; N], EngineError> {
+        Ok(projections)
     }
 
     fn prepare_rope(&mut self, rope: &RopeSpec, _context_length: usize) -> Result<(), EngineError> {
@@ -182,9 +193,10 @@ impl Backend for CpuBackend {
         host::cache_bytes(cache)
     }
 
-    fn embed(&mut self, table: &Matrix, token_ids: &[u32]) -> Evaluated<Vec<f32>> {
+    fn embed(&mut self, table: &Matrix, tokens: &[FedToken<Infallible>]) -> Evaluated<Vec<f32>> {
+        let token_ids: Vec<u32> = tokens.iter().map(FedToken::id).collect();
         let mut out = vec![0.0; token_ids.len() * table.columns()];
-        let ran = cpu::embed(&self.cpu, table, token_ids, &mut out)?;
+        let ran = cpu::embed(&self.cpu, table, &token_ids, &mut out)?;
         Ok(ran.map(|()| out))
     }
 
@@ -192,10 +204,10 @@ impl Backend for CpuBackend {
         &mut self,
         hidden: &Vec<f32>,
         norm: &Norm<Vec<f32>>,
-        projections: [&Linear<Matrix, Vec<f32>>; 3],
+        projections: &[Linear<Matrix, Vec<f32>>; 3],
     ) -> Evaluated<Qkv<Vec<f32>>> {
         let input = self.normed(hidden, norm)?;
-        let projected = self.project(input.value(), projections)?;
+        let projected = self.project(input.value(), projections.each_ref())?;
         Ok(input
             .zip(projected)
             .map(|(_, [queries, keys, values])| Qkv {
@@ -286,13 +298,9 @@ impl Backend for CpuBackend {
         self.project_onto(residual, attended, o_proj)
     }
 
-    fn gated_mlp(
-        &mut self,
-        residual: Vec<f32>,
-        mlp: &GatedMlp<Matrix, Vec<f32>>,
-    ) -> Evaluated<Vec<f32>> {
+    fn gated_mlp(&mut self, residual: Vec<f32>, mlp: &MlpOf<Self>) -> Evaluated<Vec<f32>> {
         let input = self.normed(&residual, &mlp.norm)?;
-        let projected = self.project(input.value(), [&mlp.gate_proj, &mlp.up_proj])?;
+        let projected = self.project(input.value(), mlp.gate_up.each_ref())?;
         let mut gated = Vec::new();
         let projected = projected.map(|[gate, up]| {
             gated = gate;

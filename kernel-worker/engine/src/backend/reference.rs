@@ -1,5 +1,7 @@
 //! The stages by the oracle's ops: readable f32, any block type, any machine.
 
+use std::convert::Infallible;
+
 use velox_kernels::affine::StoredMatrix;
 use velox_kernels::attention::AttendCall;
 use velox_kernels::matrix::Matrix;
@@ -10,8 +12,8 @@ use velox_kvcache::{PageBudget, PagedCache};
 
 use super::host::{self, LogitRows, rows_of, score_scale};
 use super::{
-    Attended, AttentionShape, Backend, CacheBytes, GatedMlp, Linear, Norm, QkNorm, Qkv, RowSamples,
-    RowSpan, ScoreRequest, ScoreResult, StatsRequest,
+    Attended, AttentionShape, Backend, CacheBytes, FedToken, Linear, MlpOf, Norm, QkNorm, Qkv,
+    RowSamples, RowSpan, ScoreRequest, ScoreResult, StatsRequest,
 };
 use crate::error::EngineError;
 use crate::sampler::SampleRequest;
@@ -105,6 +107,9 @@ impl Backend for ReferenceBackend {
     type Sampler = ReferenceDevice;
     type Matrix = Matrix;
     type Vector = Vec<f32>;
+    type Group<const N: usize> = [Linear<Matrix, Vec<f32>>; N];
+    type Awaited = Infallible;
+    type Flight = ();
     type Activation = Vec<f32>;
     type Cache = PagedCache;
     type Logits = LogitRows;
@@ -115,6 +120,13 @@ impl Backend for ReferenceBackend {
 
     fn prepare_vector(&mut self, values: &[f32]) -> Result<Vec<f32>, EngineError> {
         Ok(values.to_vec())
+    }
+
+    fn prepare_group<const N: usize>(
+        &mut self,
+        projections: [Linear<Matrix, Vec<f32>>; N],
+    ) -> Result<[Linear<Matrix, Vec<f32>>; N], EngineError> {
+        Ok(projections)
     }
 
     fn prepare_rope(&mut self, rope: &RopeSpec, _context_length: usize) -> Result<(), EngineError> {
@@ -144,9 +156,10 @@ impl Backend for ReferenceBackend {
         host::cache_bytes(cache)
     }
 
-    fn embed(&mut self, table: &Matrix, token_ids: &[u32]) -> Evaluated<Vec<f32>> {
+    fn embed(&mut self, table: &Matrix, tokens: &[FedToken<Infallible>]) -> Evaluated<Vec<f32>> {
+        let token_ids: Vec<u32> = tokens.iter().map(FedToken::id).collect();
         let mut out = vec![0.0; token_ids.len() * table.columns()];
-        let ran = reference::embed(table, token_ids, &mut out)?;
+        let ran = reference::embed(table, &token_ids, &mut out)?;
         Ok(ran.map(|()| out))
     }
 
@@ -154,7 +167,7 @@ impl Backend for ReferenceBackend {
         &mut self,
         hidden: &Vec<f32>,
         norm: &Norm<Vec<f32>>,
-        projections: [&Linear<Matrix, Vec<f32>>; 3],
+        projections: &[Linear<Matrix, Vec<f32>>; 3],
     ) -> Evaluated<Qkv<Vec<f32>>> {
         let input = normed(hidden, norm)?;
         let [queries, keys, values] = projections;
@@ -251,14 +264,11 @@ impl Backend for ReferenceBackend {
         Ok(projected.zip(added).map(|_| residual))
     }
 
-    fn gated_mlp(
-        &mut self,
-        mut residual: Vec<f32>,
-        mlp: &GatedMlp<Matrix, Vec<f32>>,
-    ) -> Evaluated<Vec<f32>> {
+    fn gated_mlp(&mut self, mut residual: Vec<f32>, mlp: &MlpOf<Self>) -> Evaluated<Vec<f32>> {
         let input = normed(&residual, &mlp.norm)?;
-        let gate = self.project(input.value(), &mlp.gate_proj)?;
-        let up = self.project(input.value(), &mlp.up_proj)?;
+        let [gate, up] = &mlp.gate_up;
+        let gate = self.project(input.value(), gate)?;
+        let up = self.project(input.value(), up)?;
         let mut gated = vec![0.0; gate.value().len()];
         let product = reference::silu_mul(gate.value(), up.value(), &mut gated)?;
         let down = self.project(&gated, &mlp.down_proj)?;

@@ -1,5 +1,7 @@
 //! The oracle with a fault: what probes are there to find.
 
+use std::convert::Infallible;
+
 use velox_kernels::affine::StoredMatrix;
 use velox_kernels::matrix::Matrix;
 use velox_kernels::ran::Ran;
@@ -9,8 +11,8 @@ use velox_kvcache::{PageBudget, PagedCache};
 use crate::backend::host::LogitRows;
 use crate::backend::reference::ReferenceBackend;
 use crate::backend::{
-    Attended, AttentionShape, Backend, CacheBytes, GatedMlp, Linear, Norm, QkNorm, Qkv, RowSamples,
-    RowSpan, ScoreRequest, ScoreResult, StatsRequest,
+    Attended, AttentionShape, Backend, CacheBytes, FedToken, Linear, MlpOf, Norm, QkNorm, Qkv,
+    RowSamples, RowSpan, ScoreRequest, ScoreResult, StatsRequest,
 };
 use crate::error::EngineError;
 use crate::sampler::SampleRequest;
@@ -50,14 +52,17 @@ impl Backend for Crooked {
     type Sampler = ReferenceDevice;
     type Matrix = Matrix;
     type Vector = Values;
+    type Group<const N: usize> = [Linear<Matrix, Values>; N];
+    type Awaited = Infallible;
+    type Flight = ();
     type Activation = Values;
     type Cache = PagedCache;
     type Logits = LogitRows;
 
-    fn embed(&mut self, table: &Matrix, token_ids: &[u32]) -> Evaluated<Values> {
-        let mut ran = self.inner.embed(table, token_ids)?;
+    fn embed(&mut self, table: &Matrix, tokens: &[FedToken<Infallible>]) -> Evaluated<Values> {
+        let mut ran = self.inner.embed(table, tokens)?;
         if self.fault == Fault::BatchLeaks {
-            let grown = 1.0 + 1e-5 * f32::from(u8::try_from(token_ids.len()).unwrap());
+            let grown = 1.0 + 1e-5 * f32::from(u8::try_from(tokens.len()).unwrap());
             ran = ran.map(|values| values.into_iter().map(|value| value * grown).collect());
         }
         Ok(ran)
@@ -77,6 +82,13 @@ impl Backend for Crooked {
 
     fn prepare_vector(&mut self, values: &[f32]) -> Result<Values, EngineError> {
         self.inner.prepare_vector(values)
+    }
+
+    fn prepare_group<const N: usize>(
+        &mut self,
+        projections: [Linear<Matrix, Values>; N],
+    ) -> Result<[Linear<Matrix, Values>; N], EngineError> {
+        Ok(projections)
     }
 
     fn prepare_rope(&mut self, rope: &RopeSpec, context_length: usize) -> Result<(), EngineError> {
@@ -108,7 +120,7 @@ impl Backend for Crooked {
         &mut self,
         hidden: &Values,
         norm: &Norm<Values>,
-        projections: [&Linear<Matrix, Values>; 3],
+        projections: &[Linear<Matrix, Values>; 3],
     ) -> Evaluated<Qkv<Values>> {
         self.inner.norm_project(hidden, norm, projections)
     }
@@ -144,7 +156,7 @@ impl Backend for Crooked {
         self.inner.output_project(residual, attended, o_proj)
     }
 
-    fn gated_mlp(&mut self, residual: Values, mlp: &GatedMlp<Matrix, Values>) -> Evaluated<Values> {
+    fn gated_mlp(&mut self, residual: Values, mlp: &MlpOf<Self>) -> Evaluated<Values> {
         self.inner.gated_mlp(residual, mlp)
     }
 

@@ -4,7 +4,7 @@ use velox_kernels::affine::StoredMatrix;
 use velox_kernels::block::BlockType;
 
 use super::{EPSILON, KV_WIDTH, Random, SHAPE, VOCABULARY, WIDTH, sample_matrix, sample_rope};
-use crate::backend::{Backend, RowSpan, StageCounts};
+use crate::backend::{Backend, FedToken, RowSpan, StageCounts};
 use crate::error::EngineError;
 use crate::graph::{Batch, Transformer, Watch};
 use crate::spec::{Architecture, LayerTensors, LinearTensors, ModelSpec, ModelTensors};
@@ -63,27 +63,27 @@ fn pass<B: Backend>(
     parts: &mut [Part<'_, B::Cache>],
     wanted: usize,
 ) -> Result<Vec<f32>, EngineError> {
-    let mut token_ids = Vec::new();
+    let mut fed = Vec::new();
     let mut positions = Vec::new();
     let mut spans = Vec::new();
     let mut rows = Vec::new();
     for (index, (cache, start, tokens)) in parts.iter_mut().enumerate() {
         backend.reserve(cache, tokens.len())?;
-        let from = token_ids.len();
-        token_ids.extend_from_slice(tokens);
+        let from = fed.len();
+        fed.extend(tokens.iter().copied().map(FedToken::Known));
         positions.extend(*start..*start + tokens.len());
         if index == wanted {
-            rows.extend(from..token_ids.len());
+            rows.extend(from..fed.len());
         }
         spans.push(RowSpan {
             cache: &mut **cache,
-            tokens: from..token_ids.len(),
+            tokens: from..fed.len(),
             start: *start,
             failure: None,
         });
     }
     let batch = Batch {
-        token_ids: &token_ids,
+        tokens: &fed,
         positions: &positions,
         spans: &mut spans,
     };

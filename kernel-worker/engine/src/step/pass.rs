@@ -6,11 +6,12 @@ use velox_kernels::label::BackendLabel;
 use velox_kernels::ran::{Device, Ran};
 
 use super::engine::Engine;
-use super::row::{Participant, PassGoal};
+use super::row::{AwaitedSample, Participant, PassGoal};
 use super::{LogitsWanted, Progress, ScorePart, ScoredPosition};
 use crate::backend::{Backend, RowSpan, ScoreRequest, Stage, StageCounts};
 use crate::error::EngineError;
 use crate::graph::{Batch, Watch};
+use crate::sampler::{SampleRequest, SampleResult};
 
 /// Positions whose logits are held at a time while a chunk is scored, so that `[T, V]` never exists unasked.
 const SCORE_BLOCK: usize = 64;
@@ -34,6 +35,44 @@ impl Evidence {
     fn sampled<D: Device, T>(&mut self, value: &Ran<D, T>) {
         weaken(&mut self.sampler, value.label());
     }
+}
+
+/// What a plan has begun and not finished.
+#[derive(Debug)]
+pub(super) struct Begun<B: Backend> {
+    /// One a pass.
+    pub(super) flights: Vec<B::Flight>,
+    /// Samples that the device has yet to draw, in the order of the passes.
+    pub(super) samples: AwaitedSamples<B>,
+}
+
+type AwaitedSamples<B> = Vec<AwaitedSample<<B as Backend>::Awaited>>;
+
+impl<B: Backend> Default for Begun<B> {
+    fn default() -> Self {
+        Self {
+            flights: Vec::new(),
+            samples: Vec::new(),
+        }
+    }
+}
+
+/// A sample, drawn or not.
+enum Draw<P> {
+    Known(Result<SampleResult, EngineError>),
+    Awaited(P),
+}
+
+/// A token whose prediction is sampled.
+struct Place {
+    /// Index among the participants.
+    participant: usize,
+    /// Its place in the batch.
+    token: usize,
+    /// Tokens of the row up to there.
+    length: usize,
+    /// Whether the row goes on without looking at the sample.
+    alone: bool,
 }
 
 fn weaken(weakest: &mut Option<BackendLabel>, label: BackendLabel) {
@@ -74,41 +113,41 @@ impl<B: Backend> Engine<B> {
     /// Runs passes until no participant has anything left to feed.
     pub(super) fn passes(
         &mut self,
-        participants: &mut [Participant<B::Cache>],
+        participants: &mut [Participant<B>],
         evidence: &mut Evidence,
         progress: &dyn Progress,
-    ) -> Result<(), EngineError> {
+    ) -> Result<Begun<B>, EngineError> {
+        let mut begun = Begun::default();
         loop {
             let mut wanted = Vec::new();
-            let mut token_ids = Vec::new();
+            let mut tokens = Vec::new();
             let mut positions = Vec::new();
             for (index, participant) in participants.iter_mut().enumerate() {
-                let tokens = participant.next_tokens();
-                if tokens == 0 {
+                let n_tokens = participant.next_tokens();
+                if n_tokens == 0 {
                     continue;
                 }
                 // Before the pass, so that a row without memory fails alone.
-                if let Err(error) = self.backend.reserve(&mut participant.row.cache, tokens) {
+                if let Err(error) = self.backend.reserve(&mut participant.row.cache, n_tokens) {
                     participant.failure = Some(error);
                     continue;
                 }
                 let start = participant.row.token_ids.len();
-                let Some(goal) = participant.feed() else {
+                let first = tokens.len();
+                let Some(goal) = participant.feed(&mut tokens) else {
                     continue;
                 };
                 participant.in_pass = true;
-                let first = token_ids.len();
-                token_ids.extend_from_slice(&participant.row.token_ids[start..]);
-                positions.extend(start..start + tokens);
+                positions.extend(start..start + n_tokens);
                 wanted.push(Wanted {
                     participant: index,
                     first,
-                    end: first + tokens,
+                    end: tokens.len(),
                     goal,
                 });
             }
             if wanted.is_empty() {
-                return Ok(());
+                return Ok(begun);
             }
             let mut spans: Vec<RowSpan<'_, B::Cache>> = participants
                 .iter_mut()
@@ -122,7 +161,7 @@ impl<B: Backend> Engine<B> {
                 })
                 .collect();
             let batch = Batch {
-                token_ids: &token_ids,
+                tokens: &tokens,
                 positions: &positions,
                 spans: &mut spans,
             };
@@ -137,23 +176,25 @@ impl<B: Backend> Engine<B> {
                 participants[wanted.participant].failure = failure;
             }
             wanted.retain(|wanted| participants[wanted.participant].failure.is_none());
-            self.conclude(participants, &wanted, &hidden, evidence)?;
-            self.backend.synchronize(progress)?;
+            let samples = self.conclude(participants, &wanted, &hidden, evidence)?;
+            let drawn: Vec<B::Awaited> = samples.iter().map(|s| s.token.clone()).collect();
+            begun.flights.push(self.backend.dispatch(&drawn)?);
+            begun.samples.extend(samples);
             for participant in participants.iter_mut() {
                 participant.in_pass = false;
             }
         }
     }
 
-    /// Samples and scores what a pass was run for.
+    /// Samples and scores what a pass was run for; returns the samples that the device has yet to draw.
     fn conclude(
         &mut self,
-        participants: &mut [Participant<B::Cache>],
+        participants: &mut [Participant<B>],
         wanted: &[Wanted],
         hidden: &Ran<B::Device, B::Activation>,
         evidence: &mut Evidence,
-    ) -> Result<(), EngineError> {
-        let mut heads = self.sample(participants, wanted, hidden, evidence)?;
+    ) -> Result<AwaitedSamples<B>, EngineError> {
+        let (mut heads, awaited) = self.sample(participants, wanted, hidden, evidence)?;
         if heads > 0 {
             evidence.stages.record(Stage::Sample);
         }
@@ -171,65 +212,102 @@ impl<B: Backend> Engine<B> {
         if heads > 0 {
             evidence.stages.record(Stage::Head);
         }
-        Ok(())
+        Ok(awaited)
     }
 
-    /// Samples block by block, then lets each row take its samples; returns how often the head ran.
+    /// Samples block by block, then lets each row take its samples; returns how often the head ran and what the device
+    /// has yet to draw.
     fn sample(
         &mut self,
-        participants: &mut [Participant<B::Cache>],
+        participants: &mut [Participant<B>],
         wanted: &[Wanted],
         hidden: &Ran<B::Device, B::Activation>,
         evidence: &mut Evidence,
-    ) -> Result<usize, EngineError> {
-        // Participant, place in the batch, and tokens of the row up to there.
-        let mut places: Vec<(usize, usize, usize)> = Vec::new();
+    ) -> Result<(usize, AwaitedSamples<B>), EngineError> {
+        let mut places = Vec::new();
         for wanted in wanted {
             let length = participants[wanted.participant].row.token_ids.len();
             let sampled = wanted.sampled();
-            places.extend(
-                sampled.map(|place| (wanted.participant, place, length - (wanted.end - 1 - place))),
-            );
+            let alone = sampled.len() == 1;
+            places.extend(sampled.map(|token| Place {
+                participant: wanted.participant,
+                token,
+                length: length - (wanted.end - 1 - token),
+                alone,
+            }));
         }
         let mut heads = 0;
-        let mut samples = Vec::with_capacity(places.len());
+        let mut draws = Vec::with_capacity(places.len());
         for block in places.chunks(SAMPLE_BLOCK) {
-            let rows: Vec<usize> = block.iter().map(|(_, place, _)| *place).collect();
+            let rows: Vec<usize> = block.iter().map(|place| place.token).collect();
             let logits = self.model.logits(&mut self.backend, hidden, &rows)?;
             evidence.computed(&logits);
             heads += 1;
-            let mut requests: Vec<_> = block
-                .iter()
-                .enumerate()
-                .map(|(logits_row, (participant, _, length))| {
-                    let row = &participants[*participant].row;
-                    row.sample_request(logits_row, *length)
-                })
-                .collect();
-            let block = self.backend.sample(&logits, &mut requests)?;
-            evidence.sampled(&block);
-            samples.extend(block.into_value());
+            draws.extend(self.sample_block(participants, block, &logits, evidence)?);
         }
-        let mut samples = samples.into_iter();
+        let mut draws = draws.into_iter();
+        let mut awaited = Vec::new();
         for wanted in wanted {
-            let own: Vec<_> = samples.by_ref().take(wanted.sampled().len()).collect();
-            if own.is_empty() {
-                continue;
-            }
             let participant = &mut participants[wanted.participant];
-            if participant.take_samples(own.into_iter()) {
+            let mut known = Vec::new();
+            for draw in draws.by_ref().take(wanted.sampled().len()) {
+                match draw {
+                    Draw::Known(sample) => known.push(sample),
+                    Draw::Awaited(token) => awaited.push(participant.await_sample(token)),
+                }
+            }
+            if !known.is_empty() && participant.take_samples(known.into_iter()) {
                 let length = participant.row.token_ids.len();
                 let cache = &mut participant.row.cache;
                 self.backend.truncate_cache(cache, length);
             }
         }
-        Ok(heads)
+        Ok((heads, awaited))
+    }
+
+    /// Leaves to the device what it can draw itself and samples the rest.
+    fn sample_block(
+        &mut self,
+        participants: &[Participant<B>],
+        block: &[Place],
+        logits: &Ran<B::Device, B::Logits>,
+        evidence: &mut Evidence,
+    ) -> Result<Vec<Draw<B::Awaited>>, EngineError> {
+        let (mut drawn, mut sampled): (Vec<_>, Vec<_>) = (Vec::new(), Vec::new());
+        let mut by_device = Vec::with_capacity(block.len());
+        for (logits_row, place) in block.iter().enumerate() {
+            let row = &participants[place.participant].row;
+            let request: SampleRequest<'_> = row.sample_request(logits_row, place.length);
+            let can_draw = place.alone && self.backend.can_draw(&request);
+            by_device.push(can_draw);
+            if can_draw { &mut drawn } else { &mut sampled }.push(request);
+        }
+        let mut awaited = Vec::new().into_iter();
+        if !drawn.is_empty() {
+            let tokens = self.backend.draw(logits, &drawn)?;
+            evidence.sampled(&tokens);
+            awaited = tokens.into_value().into_iter();
+        }
+        let mut known = Vec::new().into_iter();
+        if !sampled.is_empty() {
+            let samples = self.backend.sample(logits, &mut sampled)?;
+            evidence.sampled(&samples);
+            known = samples.into_value().into_iter();
+        }
+        let draws = by_device.into_iter().filter_map(|can_draw| {
+            if can_draw {
+                awaited.next().map(Draw::Awaited)
+            } else {
+                known.next().map(Draw::Known)
+            }
+        });
+        Ok(draws.collect())
     }
 
     /// Scores a chunk block by block; returns how often the head ran.
     fn score(
         &mut self,
-        participant: &mut Participant<B::Cache>,
+        participant: &mut Participant<B>,
         scored: &Scored<'_>,
         hidden: &Ran<B::Device, B::Activation>,
         evidence: &mut Evidence,

@@ -1,37 +1,79 @@
 //! An open row, and its part in a plan.
 
 use std::collections::HashSet;
+use std::rc::Rc;
 
 use super::{OpenRow, PrefillGoal, RowId, RowOutput, SampledToken, ScorePart};
+use crate::backend::{Backend, FedToken};
 use crate::error::EngineError;
 use crate::sampler::{SampleRequest, SampleResult, SamplingParameters};
 
+/// Stands in the history for a token that was fed before anybody knew it.
+const AWAITED_TOKEN: u32 = 0;
+
 /// A sequence with its cache.
 #[derive(Debug)]
-pub(super) struct Row<C> {
-    pub(super) cache: C,
+pub(super) struct Row<B: Backend> {
+    pub(super) cache: B::Cache,
     /// Every token fed so far, by position.
     pub(super) token_ids: Vec<u32>,
-    pub(super) last_sample: Option<u32>,
+    /// Positions of those that are not known yet.
+    awaited: Vec<usize>,
+    pub(super) last_sample: Option<FedToken<B::Awaited>>,
     pub(super) capacity_tokens: usize,
     pub(super) prompt_tokens: usize,
+    /// Number of the last plan that fed it.
+    pub(super) last_plan: u64,
     sampling: SamplingParameters,
-    end_token_ids: HashSet<u32>,
+    pub(super) end_token_ids: Rc<HashSet<u32>>,
     top_logprobs: Option<usize>,
 }
 
-impl<C> Row<C> {
-    pub(super) fn new(opened: OpenRow, cache: C) -> Self {
+impl<B: Backend> Row<B> {
+    pub(super) fn new(opened: OpenRow, cache: B::Cache) -> Self {
         Self {
             cache,
             token_ids: Vec::new(),
+            awaited: Vec::new(),
             last_sample: None,
             capacity_tokens: opened.capacity_tokens,
             prompt_tokens: opened.prompt_tokens,
+            last_plan: 0,
             sampling: opened.sampling,
-            end_token_ids: opened.end_token_ids.into_iter().collect(),
+            end_token_ids: Rc::new(opened.end_token_ids.into_iter().collect()),
             top_logprobs: opened.top_logprobs,
         }
+    }
+
+    /// Feeds a token to the history.
+    fn push(&mut self, token: &FedToken<B::Awaited>) {
+        self.token_ids.push(match token {
+            FedToken::Known(token_id) => *token_id,
+            FedToken::Awaited(_) => {
+                self.awaited.push(self.token_ids.len());
+                AWAITED_TOKEN
+            }
+        });
+    }
+
+    /// Learns the token that was sampled behind the first `length`.
+    pub(super) fn learn(&mut self, length: usize, token_id: u32) {
+        if let Some(place) = self.awaited.iter().position(|position| *position == length) {
+            self.awaited.swap_remove(place);
+            if let Some(known) = self.token_ids.get_mut(length) {
+                *known = token_id;
+            }
+        }
+        if self.token_ids.len() == length {
+            self.last_sample = Some(FedToken::Known(token_id));
+        }
+    }
+
+    /// Cuts the history to `length` tokens, behind which `last_sample` was sampled.
+    pub(super) fn cut(&mut self, length: usize, last_sample: u32) {
+        self.token_ids.truncate(length);
+        self.awaited.retain(|position| *position < length);
+        self.last_sample = Some(FedToken::Known(last_sample));
     }
 
     /// Returns the request to sample after the row's first `length` tokens: it sees nothing of those behind. Plans were
@@ -51,19 +93,19 @@ impl<C> Row<C> {
 
 /// What a row still has to do in a plan.
 #[derive(Debug)]
-pub(super) enum Work {
+pub(super) enum Work<P> {
     Prefill {
         token_ids: Vec<u32>,
         goal: PrefillGoal,
     },
     Decode {
         /// Fed next.
-        token_id: u32,
+        token: FedToken<P>,
         steps_left: usize,
     },
     /// A decode step with guesses of the steps after it.
     Verify {
-        token_id: u32,
+        token: FedToken<P>,
         draft: Vec<u32>,
     },
     Done,
@@ -90,20 +132,31 @@ impl From<PrefillGoal> for PassGoal {
     }
 }
 
+/// A sample that the device has yet to draw.
+#[derive(Debug)]
+pub(super) struct AwaitedSample<P> {
+    pub(super) row: RowId,
+    /// Tokens of the row that it was drawn behind.
+    pub(super) length: usize,
+    pub(super) token: P,
+    /// What ends the row; it may be closed before the sample is known.
+    pub(super) end_token_ids: Rc<HashSet<u32>>,
+}
+
 /// A row while a plan runs.
 #[derive(Debug)]
-pub(super) struct Participant<C> {
+pub(super) struct Participant<B: Backend> {
     pub(super) id: RowId,
-    pub(super) row: Row<C>,
-    pub(super) work: Work,
+    pub(super) row: Row<B>,
+    pub(super) work: Work<B::Awaited>,
     pub(super) output: RowOutput,
     pub(super) failure: Option<EngineError>,
     /// Whether a pass has begun to append to the cache and has not ended.
     pub(super) in_pass: bool,
 }
 
-impl<C> Participant<C> {
-    pub(super) fn new(id: RowId, row: Row<C>, work: Work) -> Self {
+impl<B: Backend> Participant<B> {
+    pub(super) fn new(id: RowId, row: Row<B>, work: Work<B::Awaited>) -> Self {
         Self {
             id,
             row,
@@ -132,31 +185,54 @@ impl<C> Participant<C> {
         }
     }
 
-    /// Feeds the next tokens to the history and returns what is wanted of the pass.
-    pub(super) fn feed(&mut self) -> Option<PassGoal> {
+    /// Feeds the next tokens to the history and to the batch, and returns what is wanted of the pass.
+    pub(super) fn feed(&mut self, batch: &mut Vec<FedToken<B::Awaited>>) -> Option<PassGoal> {
         match std::mem::replace(&mut self.work, Work::Done) {
             Work::Prefill { token_ids, goal } => {
+                batch.extend(token_ids.iter().copied().map(FedToken::Known));
                 self.row.token_ids.extend(token_ids);
                 Some(goal.into())
             }
-            Work::Decode {
-                token_id,
-                steps_left,
-            } => {
-                self.row.token_ids.push(token_id);
-                self.work = Work::Decode {
-                    token_id,
-                    steps_left,
-                };
+            Work::Decode { token, steps_left } => {
+                self.row.push(&token);
+                batch.push(token.clone());
+                self.work = Work::Decode { token, steps_left };
                 Some(PassGoal::Sample { positions: 1 })
             }
-            Work::Verify { token_id, draft } => {
+            Work::Verify { token, draft } => {
                 let positions = 1 + draft.len();
-                self.row.token_ids.push(token_id);
+                self.row.push(&token);
+                batch.push(token);
+                batch.extend(draft.iter().copied().map(FedToken::Known));
                 self.row.token_ids.extend(draft);
                 Some(PassGoal::Sample { positions })
             }
             Work::Done => None,
+        }
+    }
+
+    /// Goes on without the sample behind the row's last token, which the device has yet to draw.
+    pub(super) fn await_sample(&mut self, token: B::Awaited) -> AwaitedSample<B::Awaited> {
+        self.go_on(&FedToken::Awaited(token.clone()));
+        AwaitedSample {
+            row: self.id,
+            length: self.row.token_ids.len(),
+            token,
+            end_token_ids: Rc::clone(&self.row.end_token_ids),
+        }
+    }
+
+    /// Makes the sampled token the next one to feed, if there is a step left for it.
+    fn go_on(&mut self, sample: &FedToken<B::Awaited>) {
+        self.row.last_sample = Some(sample.clone());
+        if let Work::Decode { token, steps_left } = &mut self.work {
+            *token = sample.clone();
+            *steps_left -= 1;
+            let ended =
+                matches!(sample, FedToken::Known(id) if self.row.end_token_ids.contains(id));
+            if *steps_left == 0 || ended {
+                self.work = Work::Done;
+            }
         }
     }
 
@@ -170,11 +246,11 @@ impl<C> Participant<C> {
         let mut length = fed.saturating_sub(samples.len());
         for sample in samples {
             length += 1;
-            self.take_sample(sample);
+            let sampled = self.take_sample(sample);
             let guessed = self.row.token_ids.get(length).copied();
-            let went_on = self.failure.is_none()
-                && guessed == self.row.last_sample
-                && !guessed.is_some_and(|token_id| self.row.end_token_ids.contains(&token_id));
+            let went_on = sampled.is_some()
+                && guessed == sampled
+                && !sampled.is_some_and(|token_id| self.row.end_token_ids.contains(&token_id));
             if !went_on {
                 break;
             }
@@ -184,30 +260,21 @@ impl<C> Participant<C> {
     }
 
     /// Takes the sampled token, or the reason why there is none.
-    fn take_sample(&mut self, sample: Result<SampleResult, EngineError>) {
+    fn take_sample(&mut self, sample: Result<SampleResult, EngineError>) -> Option<u32> {
         let sample = match sample {
             Ok(sample) => sample,
             Err(error) => {
                 self.failure = Some(error);
-                return;
+                return None;
             }
         };
-        self.row.last_sample = Some(sample.token_id);
-        if let Work::Decode {
-            token_id,
-            steps_left,
-        } = &mut self.work
-        {
-            *token_id = sample.token_id;
-            *steps_left -= 1;
-            if *steps_left == 0 || self.row.end_token_ids.contains(&sample.token_id) {
-                self.work = Work::Done;
-            }
-        }
+        let token_id = sample.token_id;
+        self.go_on(&FedToken::Known(token_id));
         self.output.tokens.push(SampledToken {
-            token_id: sample.token_id,
+            token_id,
             logprob: sample.logprob,
             top: sample.top,
         });
+        Some(token_id)
     }
 }

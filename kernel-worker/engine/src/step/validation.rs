@@ -4,17 +4,18 @@ use std::collections::{HashMap, HashSet};
 
 use super::row::Row;
 use super::{DecodeRow, OpenRow, PrefillChunk, PrefillGoal, RowId, StepPlan};
+use crate::backend::Backend;
 use crate::error::EngineError;
 
 /// What a plan may count on.
 #[derive(Debug)]
-pub(super) struct PlanRules<'a, C> {
+pub(super) struct PlanRules<'a, B: Backend> {
     /// `V`.
     pub(super) vocab_size: usize,
     /// Positions that the rotary embedding was prepared for.
     pub(super) context_length: usize,
     /// Open rows.
-    pub(super) rows: &'a HashMap<RowId, Row<C>>,
+    pub(super) rows: &'a HashMap<RowId, Row<B>>,
     /// Rows that the plan before this one closed by their failure; the gateway did not know when it sent this one.
     pub(super) lost: &'a HashSet<RowId>,
 }
@@ -32,7 +33,7 @@ fn refuse<T>(text: String) -> Result<T, EngineError> {
     Err(EngineError::InvalidPlan(text))
 }
 
-impl<C> PlanRules<'_, C> {
+impl<B: Backend> PlanRules<'_, B> {
     /// Checks a plan.
     ///
     /// # Errors

@@ -25,5 +25,5 @@ pub(crate) fn open(row: RowId, capacity_tokens: usize, prompt_tokens: usize) -> 
 /// Submits and collects.
 pub(crate) fn run(runner: &mut dyn Runner, plan: StepPlan) -> StepOutcome {
     let ticket = runner.submit(plan, &Undisturbed).expect("a valid plan");
-    runner.collect(ticket).expect("a result")
+    runner.collect(ticket, &Undisturbed).expect("a result")
 }

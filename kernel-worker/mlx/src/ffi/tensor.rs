@@ -1,6 +1,7 @@
 //! Arrays of MLX and the ops that the engine records.
 
 use mlx_rs::fast::ScaledDotProductAttentionMask;
+use mlx_rs::transforms::async_eval;
 use mlx_rs::{Array, Stream, fast, ops};
 use mlx_sys::mlx_array;
 
@@ -44,7 +45,7 @@ impl Dtype {
 
 /// An array that may not be computed yet. Cloning shares it.
 #[derive(Debug, Clone)]
-pub struct Tensor(Array);
+pub struct Tensor(pub(super) Array);
 
 /// A quantised matrix `[out, in]`: `scale * q + bias` per group of a row.
 #[derive(Debug, Clone)]
@@ -104,7 +105,7 @@ fn sizes(shape: &[usize]) -> Result<Vec<i32>, MlxError> {
     shape.iter().map(|&size| int(size)).collect()
 }
 
-fn int(value: usize) -> Result<i32, MlxError> {
+pub(super) fn int(value: usize) -> Result<i32, MlxError> {
     i32::try_from(value).map_err(|_too_large| MlxError::TooLarge {
         what: "an axis",
         value,
@@ -204,6 +205,14 @@ impl Tensor {
         usize::try_from(size).unwrap_or(0)
     }
 
+    /// Returns the type of the elements; `None` if it is none of ours.
+    #[must_use]
+    pub fn dtype(&self) -> Option<Dtype> {
+        let all = [Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::U32, Dtype::I32];
+        all.into_iter()
+            .find(|dtype| dtype.of_mlx() == self.0.dtype())
+    }
+
     /// Returns the bytes of all elements.
     #[must_use]
     pub fn byte_len(&self) -> usize {
@@ -234,15 +243,37 @@ impl Tensor {
     /// # Errors
     /// As MLX says.
     pub fn to_f32(&self) -> Result<Vec<f32>, MlxError> {
+        self.copied_out()
+    }
+
+    /// Evaluates and copies out; elements must be u32.
+    ///
+    /// # Errors
+    /// As MLX says.
+    pub fn to_u32(&self) -> Result<Vec<u32>, MlxError> {
+        self.copied_out()
+    }
+
+    fn copied_out<T: mlx_rs::ArrayElement + Clone>(&self) -> Result<Vec<T>, MlxError> {
         if self.0.size() == 0 {
             return Ok(Vec::new());
         }
         let contiguous = self.0.contiguous()?;
         contiguous.eval()?;
         contiguous
-            .try_as_slice::<f32>()
-            .map(<[f32]>::to_vec)
+            .try_as_slice::<T>()
+            .map(<[T]>::to_vec)
             .map_err(|error| MlxError::Operation(error.to_string()))
+    }
+
+    /// Whether the array is computed, so that nobody would wait for it. What MLX cannot tell counts as computed.
+    #[must_use]
+    pub fn is_available(&self) -> bool {
+        let mut available = false;
+        // SAFETY: the array is live and the pointer valid for writing a bool during the call.
+        let status =
+            unsafe { mlx_sys::_mlx_array_is_available(&raw mut available, self.0.as_ptr()) };
+        status != 0 || available
     }
 
     /// Elementwise sum with broadcasting.
@@ -259,14 +290,6 @@ impl Tensor {
     /// As MLX says.
     pub fn mul(&self, other: &Self) -> Result<Self, MlxError> {
         Ok(Self(ops::multiply(&self.0, &other.0)?))
-    }
-
-    /// `x * sigmoid(x)`.
-    ///
-    /// # Errors
-    /// As MLX says.
-    pub fn silu(&self) -> Result<Self, MlxError> {
-        Ok(Self(ops::multiply(&self.0, ops::sigmoid(&self.0)?)?))
     }
 
     /// Another shape of as many elements.
@@ -502,4 +525,13 @@ impl Affine {
             int(self.bits)?,
         )?))
     }
+}
+
+/// Starts to compute what was recorded, and does not wait.
+///
+/// # Errors
+/// The first op that could not be started.
+pub fn start<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) -> Result<(), MlxError> {
+    async_eval(tensors.into_iter().map(|tensor| &tensor.0))?;
+    Ok(())
 }
