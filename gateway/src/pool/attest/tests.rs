@@ -279,6 +279,25 @@ fn counts_follow_from_what_the_rows_really_did() {
     }
 }
 
+#[test]
+fn a_row_that_ended_may_have_run_ahead_to_the_end_of_its_plan() {
+    let plan = || vec![row(2, Work::Decode { steps: 4 }, None)];
+    let ended = || vec![answer(2, &[7, END])];
+    for passes in 2..=4 {
+        attest(plan(), result(ended(), counts(passes, passes, passes))).unwrap();
+    }
+    for (passes, heads, samples) in [(1, 1, 1), (5, 5, 5), (4, 2, 2), (4, 4, 2), (2, 3, 3)] {
+        let refused = attest(plan(), result(ended(), counts(passes, heads, samples)));
+        assert!(refused.is_err(), "{passes} {heads} {samples}");
+    }
+    let mut thinner = counts(3, 3, 3);
+    thinner.last_mut().unwrap().count -= 1;
+    assert!(attest(plan(), result(ended(), thinner)).is_err());
+    // Whoever did not end has one token for each pass.
+    let going_on = vec![answer(2, &[7, 8, 9, 10])];
+    assert!(attest(plan(), result(going_on, counts(5, 5, 5))).is_err());
+}
+
 fn copy(expected: &RowExpectation) -> RowExpectation {
     RowExpectation {
         row: expected.row,
