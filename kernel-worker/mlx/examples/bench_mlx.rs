@@ -1,6 +1,7 @@
 //! Speed of the engine on a device of MLX, in this process.
 //!
-//! `bench_mlx MODEL [auto|metal|mlx-cuda|mlx-cpu|cpu|reference] [THREADS] [RUNS]`, as the bench of velox-engine.
+//! `bench_mlx MODEL [auto|metal|mlx-cuda|mlx-cpu|cpu|reference] [THREADS [RUNS [PROMPT [OUTPUT]]]]`, as the bench of
+//! velox-engine.
 
 #[path = "../../engine/examples/bench/measure.rs"]
 mod measure;
@@ -16,8 +17,7 @@ use velox_mlx::offers;
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let argument = |place: usize| arguments.get(place).map(String::as_str);
-    let usage =
-        "usage: bench_mlx MODEL [auto|metal|mlx-cuda|mlx-cpu|cpu|reference] [THREADS] [RUNS]";
+    let usage = "usage: bench_mlx MODEL [auto|metal|mlx-cuda|mlx-cpu|cpu|reference] [THREADS [RUNS [PROMPT [OUTPUT]]]]";
     let path = argument(0).ok_or(usage)?;
     let backend = match argument(1).unwrap_or("auto") {
         "auto" => None,
@@ -38,9 +38,6 @@ fn main() -> Result<(), Box<dyn Error>> {
         max_context: None,
         probed: ProbedBackends::of(offers, threads, &mut |_, _, _| {}),
     };
-    measure::bench(
-        Path::new(path),
-        &options,
-        argument(3).unwrap_or("3").parse()?,
-    )
+    let size = measure::Size::parse(arguments.get(3..).unwrap_or_default())?;
+    measure::bench(Path::new(path), &options, size)
 }

@@ -5,6 +5,7 @@
     reason = "a test fails by panicking; the model is tiny"
 )]
 
+mod devices;
 #[path = "../../engine/tests/golden/plans.rs"]
 mod plans;
 #[path = "../../engine/tests/invariance/tiny.rs"]
@@ -18,8 +19,9 @@ use velox_engine::step::{
 use velox_kernels::label::BackendLabel;
 use velox_kvcache::PageBudget;
 use velox_mlx::backend::MlxBackend;
-use velox_mlx::ffi::MlxCpuDevice;
+use velox_mlx::ffi::{HalfPrecision, MlxDevice};
 
+use devices::on_every_device;
 use plans::{Undisturbed, open, run};
 use tiny::{Family, POISON};
 
@@ -28,8 +30,15 @@ const B: RowId = RowId(2);
 const C: RowId = RowId(3);
 const D: RowId = RowId(4);
 
-fn engine() -> Box<dyn Runner> {
-    let backend = MlxBackend::<MlxCpuDevice>::open(&["Q4_1"], PageBudget::new(1 << 28)).unwrap();
+on_every_device!(
+    plans_begun_ahead_draw_what_waiting_draws,
+    what_was_drawn_behind_an_end_token_is_cut_off,
+    a_row_that_is_no_number_fails_alone_when_it_is_read,
+    a_row_may_be_closed_before_its_tokens_are_read,
+);
+
+fn engine<D: MlxDevice>() -> Box<dyn Runner> {
+    let backend = MlxBackend::<D>::open(&["Q4_1"], PageBudget::new(1 << 28)).unwrap();
     Box::new(tiny::engine(Family::Everything, backend))
 }
 
@@ -123,16 +132,15 @@ fn text_of(outcomes: &[StepOutcome], id: RowId) -> Vec<u32> {
     rows.filter(|row| row.row == id).flat_map(tokens).collect()
 }
 
-#[test]
-fn plans_begun_ahead_draw_what_waiting_draws() {
+fn plans_begun_ahead_draw_what_waiting_draws<D: MlxDevice>() {
     let rows = mixed_rows();
-    let mut waiting = engine();
+    let mut waiting = engine::<D>();
     let plans = mixed_plans(&rows);
     let calm: Vec<StepOutcome> = plans
         .into_iter()
         .map(|plan| run(waiting.as_mut(), plan))
         .collect();
-    let ahead = run_ahead(engine().as_mut(), mixed_plans(&rows));
+    let ahead = run_ahead(engine::<D>().as_mut(), mixed_plans(&rows));
     for row in &rows {
         let text = text_of(&ahead, row.row);
         assert_eq!(text.len(), 11);
@@ -141,20 +149,22 @@ fn plans_begun_ahead_draw_what_waiting_draws() {
     // Rows that share a seed and no penalty differ in who chose: device and host agree.
     assert_eq!(text_of(&ahead, B), text_of(&ahead, D));
     let samplers: Vec<BackendLabel> = ahead.iter().map(|outcome| outcome.sampler).collect();
-    let (device, host) = (BackendLabel::MlxCpu, BackendLabel::Reference);
+    let (device, host) = (D::LABEL, BackendLabel::Reference);
     assert_eq!(
         samplers,
         [device, device, host, host, host, host, host, host],
         "the weakest of a plan is named"
     );
-    let alone = run_ahead(engine().as_mut(), mixed_plans(&rows[..2]));
+    let alone = run_ahead(engine::<D>().as_mut(), mixed_plans(&rows[..2]));
     assert!(alone.iter().all(|outcome| outcome.sampler == device));
-    assert_eq!(text_of(&alone, B), text_of(&ahead, B));
+    // With 16 bits the shape of a batch may tip a draw.
+    if D::HALF_PRECISION == HalfPrecision::Slow {
+        assert_eq!(text_of(&alone, B), text_of(&ahead, B));
+    }
 }
 
-#[test]
-fn what_was_drawn_behind_an_end_token_is_cut_off() {
-    let mut free = engine();
+fn what_was_drawn_behind_an_end_token_is_cut_off<D: MlxDevice>() {
+    let mut free = engine::<D>();
     run(free.as_mut(), prompt(open(A, 40, 2), &[1, 2]));
     let free = tokens(&run(free.as_mut(), decode(&[A], 8)).rows[0]);
     let end = free[2];
@@ -164,7 +174,7 @@ fn what_was_drawn_behind_an_end_token_is_cut_off() {
         ..open(A, 40, 2)
     };
 
-    let mut runner = engine();
+    let mut runner = engine::<D>();
     run(runner.as_mut(), prompt(ending(), &[1, 2]));
     let plan = run(runner.as_mut(), decode(&[A], 6));
     assert_eq!(tokens(&plan.rows[0]), free[..=before_end]);
@@ -176,20 +186,19 @@ fn what_was_drawn_behind_an_end_token_is_cut_off() {
     );
 
     // A plan that was on its way already has nothing to be cut back to.
-    let mut runner = engine();
+    let mut runner = engine::<D>();
     let plans = vec![prompt(ending(), &[1, 2]), decode(&[A], 6), decode(&[A], 2)];
     let outcomes = run_ahead(runner.as_mut(), plans);
     assert_eq!(tokens(&outcomes[1].rows[0]), free[..=before_end]);
     assert_eq!(tokens(&outcomes[2].rows[0]), free[6..8]);
 }
 
-#[test]
-fn a_row_that_is_no_number_fails_alone_when_it_is_read() {
-    let mut calm = engine();
+fn a_row_that_is_no_number_fails_alone_when_it_is_read<D: MlxDevice>() {
+    let mut calm = engine::<D>();
     run(calm.as_mut(), prompt(open(A, 40, 3), &[1, 2, 3]));
     let expected = tokens(&run(calm.as_mut(), decode(&[A], 4)).rows[0]);
 
-    let mut runner = engine();
+    let mut runner = engine::<D>();
     run(runner.as_mut(), prompt(open(A, 40, 3), &[1, 2, 3]));
     let broken = StepPlan {
         decode: decode(&[A], 2).decode,
@@ -206,13 +215,12 @@ fn a_row_that_is_no_number_fails_alone_when_it_is_read() {
     assert_eq!(runner.open_rows(), 1);
 }
 
-#[test]
-fn a_row_may_be_closed_before_its_tokens_are_read() {
-    let mut calm = engine();
+fn a_row_may_be_closed_before_its_tokens_are_read<D: MlxDevice>() {
+    let mut calm = engine::<D>();
     run(calm.as_mut(), prompt(open(A, 40, 3), &[1, 2, 3]));
     let expected = tokens(&run(calm.as_mut(), decode(&[A], 5)).rows[0]);
 
-    let mut runner = engine();
+    let mut runner = engine::<D>();
     let closing = StepPlan {
         close_rows: vec![B],
         ..decode(&[A], 3)

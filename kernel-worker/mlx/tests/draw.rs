@@ -2,17 +2,27 @@
 #![expect(
     clippy::unwrap_used,
     clippy::cast_possible_truncation,
-    reason = "a test fails by panicking and numbers are small"
+    clippy::print_stderr,
+    reason = "a test fails by panicking and says what it measured; numbers are small"
 )]
+
+mod devices;
 
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use velox_engine::sampler::{SampleRequest, SamplingParameters, sample};
-use velox_mlx::ffi::{DeviceStream, DrawRule, Drawn, MlxCpuDevice, Tensor};
+use velox_mlx::ffi::{DeviceStream, DrawRule, Drawn, MlxDevice, Tensor};
+
+use devices::on_every_device;
 
 const VOCAB: usize = 300;
 /// Share of draws that may fall to the other side of a border: sums are f32 on the device and f64 in the sampler.
 const BORDER_SHARE: f64 = 0.002;
+
+on_every_device!(
+    the_device_draws_what_the_sampler_draws,
+    equal_logits_give_the_lowest_token_and_broken_rows_none,
+);
 
 fn rule(parameters: &SamplingParameters, uniform: f64) -> DrawRule {
     DrawRule {
@@ -25,7 +35,8 @@ fn rule(parameters: &SamplingParameters, uniform: f64) -> DrawRule {
 }
 
 /// Tokens that device and sampler choose; `None` for a row that is refused.
-fn choose(
+fn choose<D: MlxDevice>(
+    device: &DeviceStream<D>,
     logits: &[Vec<f32>],
     parameters: &[SamplingParameters],
     output_index: u64,
@@ -51,9 +62,11 @@ fn choose(
         .zip(logits)
         .map(|(request, row)| sample(row, request).ok().map(|sample| sample.token_id))
         .collect();
-    let tensor = Tensor::of_f32(&logits.concat(), &[logits.len(), VOCAB]).unwrap();
-    let found = Drawn::record(&tensor, &rules).unwrap().read().unwrap();
-    (found, expected)
+    let found = device.record(|| {
+        let tensor = Tensor::of_f32(&logits.concat(), &[logits.len(), VOCAB])?;
+        Drawn::record(&tensor, &rules)?.read()
+    });
+    (found.unwrap().into_value(), expected)
 }
 
 fn parameters() -> impl Strategy<Value = SamplingParameters> {
@@ -79,15 +92,14 @@ fn rows() -> impl Strategy<Value = Vec<(Vec<f32>, SamplingParameters)>> {
     prop::collection::vec((row, parameters()), 1..9)
 }
 
-#[test]
-fn the_device_draws_what_the_sampler_draws() {
-    let _device = DeviceStream::<MlxCpuDevice>::open().unwrap();
+fn the_device_draws_what_the_sampler_draws<D: MlxDevice>() {
+    let device = DeviceStream::<D>::open().unwrap();
     let (mut drawn, mut differing) = (0_u32, 0_u32);
     let mut runner = proptest::test_runner::TestRunner::deterministic();
     for output_index in 0..300 {
         let rows = rows().new_tree(&mut runner).unwrap().current();
         let (logits, parameters): (Vec<_>, Vec<_>) = rows.into_iter().unzip();
-        let (found, expected) = choose(&logits, &parameters, output_index);
+        let (found, expected) = choose(&device, &logits, &parameters, output_index);
         for ((found, expected), parameters) in found.iter().zip(&expected).zip(&parameters) {
             drawn += 1;
             if found != expected {
@@ -101,9 +113,8 @@ fn the_device_draws_what_the_sampler_draws() {
     assert!(f64::from(differing) <= BORDER_SHARE * f64::from(drawn));
 }
 
-#[test]
-fn equal_logits_give_the_lowest_token_and_broken_rows_none() {
-    let _device = DeviceStream::<MlxCpuDevice>::open().unwrap();
+fn equal_logits_give_the_lowest_token_and_broken_rows_none<D: MlxDevice>() {
+    let device = DeviceStream::<D>::open().unwrap();
     let flat = vec![1.5; VOCAB];
     let spoiled = |token: usize, logit: f32| {
         let mut row = flat.clone();
@@ -124,7 +135,7 @@ fn equal_logits_give_the_lowest_token_and_broken_rows_none() {
     };
     for parameters in [SamplingParameters::greedy(), warm] {
         let all = vec![parameters; logits.len()];
-        let (found, expected) = choose(&logits, &all, 0);
+        let (found, expected) = choose(&device, &logits, &all, 0);
         assert_eq!(expected, [Some(0), None, None, None, Some(1)]);
         assert_eq!(found, expected);
     }
