@@ -8,15 +8,19 @@
 
 mod device;
 mod draw;
+mod elementwise;
 mod error;
 mod fused;
+mod kernel;
 mod library;
+pub(crate) mod metal_calls;
 mod tensor;
 
 pub use device::{
-    DeviceStream, HalfPrecision, MetalDevice, MlxCpuDevice, MlxCudaDevice, MlxDevice,
+    DeviceStream, HalfPrecision, KernelPath, MetalDevice, MlxCpuDevice, MlxCudaDevice, MlxDevice,
 };
 pub use draw::{DrawRule, Drawn};
+pub use elementwise::{Binary, Reduction, Unary};
 pub use error::MlxError;
 pub use fused::Fused;
 pub use library::{Library, MLX_VERSION};

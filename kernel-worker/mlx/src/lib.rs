@@ -4,7 +4,7 @@
 //! * [`metal`]: our Metal kernels, as MLX's custom-kernel call takes them; needs no MLX.
 #![cfg_attr(
     feature = "mlx",
-    doc = "* [`ffi`]: the calls of MLX; [`backend`]: the stages over them, with [`weights`], [`group`] and [`cache`]; [`offers`]: what a worker gets."
+    doc = "* [`ffi`]: the calls of MLX; [`backend`]: the stages over them, with [`weights`], [`group`] and [`cache`]; [`kernels`]: our own kernels on every device; [`offers`]: what a worker gets."
 )]
 
 pub mod metal;
@@ -18,6 +18,8 @@ pub mod cache;
 pub mod ffi;
 #[cfg(feature = "mlx")]
 pub mod group;
+#[cfg(feature = "mlx")]
+pub mod kernels;
 #[cfg(feature = "mlx")]
 pub mod offers;
 #[cfg(feature = "mlx")]

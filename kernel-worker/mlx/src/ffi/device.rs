@@ -15,6 +15,9 @@ pub trait MlxDevice: Device + sealed::Witness + std::fmt::Debug + 'static {
     /// How it gets along with elements of 16 bits.
     const HALF_PRECISION: HalfPrecision;
 
+    /// How it runs the kernels of [`crate::metal`].
+    const KERNEL_PATH: KernelPath;
+
     /// Returns what MLX calls the device; `None` = the processor.
     #[must_use]
     fn name() -> Option<String> {
@@ -32,6 +35,15 @@ pub enum HalfPrecision {
     Fast,
     /// 10 to 42 times slower: everything is converted to f32.
     Slow,
+}
+
+/// What computes the kernels of [`crate::metal`] on a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KernelPath {
+    /// Our own bodies.
+    Metal,
+    /// Ops of MLX that give the same.
+    Ops,
 }
 
 mod sealed {
@@ -139,14 +151,17 @@ impl sealed::Witness for MlxCpuDevice {
 
 impl MlxDevice for MetalDevice {
     const HALF_PRECISION: HalfPrecision = HalfPrecision::Fast;
+    const KERNEL_PATH: KernelPath = KernelPath::Metal;
 }
 
 impl MlxDevice for MlxCudaDevice {
     const HALF_PRECISION: HalfPrecision = HalfPrecision::Fast;
+    const KERNEL_PATH: KernelPath = KernelPath::Ops;
 }
 
 impl MlxDevice for MlxCpuDevice {
     const HALF_PRECISION: HalfPrecision = HalfPrecision::Slow;
+    const KERNEL_PATH: KernelPath = KernelPath::Ops;
 }
 
 /// A stream of one device, on the thread that opened it.

@@ -20,6 +20,14 @@ pub enum Dtype {
     U32,
     /// Positions.
     I32,
+    /// Distances between positions.
+    I64,
+    /// Codes.
+    U8,
+    /// Fractions of a turn.
+    U64,
+    /// Masks, a byte each.
+    Bool,
 }
 
 impl Dtype {
@@ -27,18 +35,24 @@ impl Dtype {
     #[must_use]
     pub const fn bytes(self) -> usize {
         match self {
+            Self::I64 | Self::U64 => 8,
             Self::F32 | Self::U32 | Self::I32 => 4,
             Self::F16 | Self::Bf16 => 2,
+            Self::U8 | Self::Bool => 1,
         }
     }
 
-    fn of_mlx(self) -> mlx_rs::Dtype {
+    pub(super) fn of_mlx(self) -> mlx_rs::Dtype {
         match self {
             Self::F32 => mlx_rs::Dtype::Float32,
             Self::F16 => mlx_rs::Dtype::Float16,
             Self::Bf16 => mlx_rs::Dtype::Bfloat16,
             Self::U32 => mlx_rs::Dtype::Uint32,
             Self::I32 => mlx_rs::Dtype::Int32,
+            Self::I64 => mlx_rs::Dtype::Int64,
+            Self::U8 => mlx_rs::Dtype::Uint8,
+            Self::U64 => mlx_rs::Dtype::Uint64,
+            Self::Bool => mlx_rs::Dtype::Bool,
         }
     }
 }
@@ -101,7 +115,7 @@ struct Corners {
 }
 
 /// Checks sizes for MLX, which counts in i32.
-fn sizes(shape: &[usize]) -> Result<Vec<i32>, MlxError> {
+pub(super) fn sizes(shape: &[usize]) -> Result<Vec<i32>, MlxError> {
     shape.iter().map(|&size| int(size)).collect()
 }
 
@@ -113,7 +127,7 @@ pub(super) fn int(value: usize) -> Result<i32, MlxError> {
 }
 
 /// Runs a call of the C interface that writes an array.
-fn recorded(call: impl FnOnce(*mut mlx_array) -> i32) -> Result<Tensor, MlxError> {
+pub(super) fn recorded(call: impl FnOnce(*mut mlx_array) -> i32) -> Result<Tensor, MlxError> {
     // SAFETY: makes an empty handle, which the call fills and the array below owns.
     let mut handle = unsafe { mlx_sys::mlx_array_new() };
     let status = call(&raw mut handle);
@@ -176,8 +190,8 @@ impl Tensor {
         let bytes = if bytes.as_ptr().align_offset(element_bytes) == 0 {
             bytes
         } else {
-            words.resize(bytes.len().div_ceil(size_of::<u32>()), 0_u32);
-            let copy = &mut bytemuck::cast_slice_mut::<u32, u8>(&mut words)[..bytes.len()];
+            words.resize(bytes.len().div_ceil(size_of::<u64>()), 0_u64);
+            let copy = &mut bytemuck::cast_slice_mut::<u64, u8>(&mut words)[..bytes.len()];
             copy.copy_from_slice(bytes);
             copy
         };
@@ -205,12 +219,30 @@ impl Tensor {
         usize::try_from(size).unwrap_or(0)
     }
 
+    /// Returns the sizes of all axes.
+    #[must_use]
+    pub fn shape(&self) -> Vec<usize> {
+        (0..self.0.shape().len())
+            .map(|axis| self.axis(axis))
+            .collect()
+    }
+
     /// Returns the type of the elements; `None` if it is none of ours.
     #[must_use]
     pub fn dtype(&self) -> Option<Dtype> {
-        let all = [Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::U32, Dtype::I32];
-        all.into_iter()
-            .find(|dtype| dtype.of_mlx() == self.0.dtype())
+        const ALL: [Dtype; 9] = [
+            Dtype::F32,
+            Dtype::F16,
+            Dtype::Bf16,
+            Dtype::U32,
+            Dtype::I32,
+            Dtype::I64,
+            Dtype::U8,
+            Dtype::U64,
+            Dtype::Bool,
+        ];
+        let found = self.0.dtype();
+        ALL.into_iter().find(|dtype| dtype.of_mlx() == found)
     }
 
     /// Returns the bytes of all elements.
@@ -251,6 +283,14 @@ impl Tensor {
     /// # Errors
     /// As MLX says.
     pub fn to_u32(&self) -> Result<Vec<u32>, MlxError> {
+        self.copied_out()
+    }
+
+    /// Evaluates and copies out; elements must be u8.
+    ///
+    /// # Errors
+    /// As MLX says.
+    pub fn to_u8(&self) -> Result<Vec<u8>, MlxError> {
         self.copied_out()
     }
 
