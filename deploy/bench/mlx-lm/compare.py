@@ -49,7 +49,7 @@ def gateway(arguments):
                 text = f"{index}" + " time" * (arguments.prompt - 1)
                 lines = run([*client, "generate", text, "--json", "--ignore-eos", "--max-tokens", arguments.output])
                 done = json.loads(lines.splitlines()[-1])
-                prefill.append(done["timings"]["prefill_tokens_per_s"])
+                prefill.append(1e3 * done["usage"]["prompt_tokens"] / done["timings"]["prefill_ms"])
                 decode.append(done["timings"]["decode_tokens_per_s"])
             tokens = done["usage"]["prompt_tokens"]
         finally:
